@@ -55,14 +55,12 @@ class Expression:
 
     @property
     def shape(self) -> Size:
-        """The shape of the logits."""
         sizes = list(self.hidden_states.shape)
         sizes[self.vocab_dim] = self.head.vocab_size
         return Size(sizes)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the logits depend on a tensor that requires a gradient."""
         return self.hidden_states.requires_grad or self.head.requires_grad
 
     @property
@@ -94,8 +92,6 @@ class Expression:
         """A copy with other tensors in the place and order of :meth:`tensors`."""
         remaining = iter(tensors)
         return self.map(lambda _: next(remaining))
-
-    # Values
 
     def compute(self, operation: str) -> Tensor:
         """The real logits, for ``operation``; raises as :meth:`check`."""
@@ -166,11 +162,8 @@ class Expression:
         address = weight.data_ptr() if type(weight) is Parameter else 0
         return (*map(version, self.tensors().values()), address)
 
-    # The tree
-
     @property
     def root(self) -> Expression:
-        """That of the head's output."""
         return self if self.parent is None else self.parent.root
 
     def alive(self) -> list[Expression]:

@@ -35,9 +35,6 @@ def is_vocab(x: LazyLogits, dim: Any) -> bool:
     return isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim == x.vocab_dim % ndim
 
 
-# Values: scale, soft-cap, log-softmax, casts
-
-
 def _factor(x: LazyLogits, other: Any) -> float | None:
     """``other`` as a number, None if reading it would wait for the device or it requires a gradient."""
     if isinstance(other, LazyLogits):
@@ -168,9 +165,6 @@ def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = Fals
     return _in_dtype(x, dtype) if copy else _cast(x, dtype)
 
 
-implements("cpu")(lambda x: _to(x, "cpu"))
-
-
 @implements("cuda")
 def _cuda(x: LazyLogits, device: Any = None, *, non_blocking: bool = False) -> Any:
     return _to(x, torch.cuda.current_device() if device is None else device) if x.is_cuda else NotImplemented
@@ -186,6 +180,9 @@ def _type(x: LazyLogits, dtype: torch.dtype | None = None) -> Any:
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 for _name, _dtype in _CASTS.items():
     implements(_name)(partial(_cast, dtype=_dtype))
+implements("cpu")(lambda x: _to(x, "cpu"))
+implements("detach", "data")(lambda x: x.of(x.expression.map(Tensor.detach), x.twin, x.expression))
+implements("real")(lambda x: x)
 
 
 @implements("dropout")
@@ -203,11 +200,6 @@ def _contiguous(x: LazyLogits, memory_format: torch.memory_format = torch.contig
     twin = x.twin
     result = twin.contiguous(memory_format=memory_format)
     return x if result is twin else x.recorded(result)
-
-
-@implements("detach", "data")
-def _detach(x: LazyLogits) -> Any:
-    return x.recorded(x.twin, hidden_states=x.hidden_states.detach(), head=x.head.map(Tensor.detach))
 
 
 # Layout: dimensions of the logits are dimensions of the hidden states
@@ -249,9 +241,6 @@ for _name in (
 
 for _name in ("T", "H", "mT", "mH"):
     implements(_name)(partial(_follow, getattr(Tensor, _name).__get__))
-
-
-implements("real")(lambda x: x)
 
 
 @implements("index_select")
@@ -368,9 +357,6 @@ def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
     return x.same(hidden_states=x.hidden_states[tuple(indices[:-1])]).at_labels(labels)
 
 
-# Losses
-
-
 @implements("cross_entropy")
 def _cross_entropy(
     x: LazyLogits,
@@ -396,9 +382,6 @@ def _cross_entropy(
 @implements("nll_loss")
 def _nll_loss(x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
-
-
-# Reductions over the vocabulary
 
 
 @implements("gather")

@@ -41,7 +41,6 @@ class LazyTensor(Tensor):
     """Whether the real tensor is a plain one, not a DTensor."""
     expression: Expression
     twin: Tensor
-    """That of the expression."""
     _real_values: Tensor | None
 
     @classmethod
@@ -234,11 +233,7 @@ class _PassedOn(torch.autograd.Function):
         return gradient, None
 
 
-# Calls of PyTorch's functions
-
-
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of arguments that contain lazy tensors."""
     name, is_plain = table.name_of(func)
     if is_plain:
         return Tensor.__torch_function__(func, (), args, kwargs)
@@ -391,9 +386,6 @@ def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         return _read(func, name, args, kwargs)
 
 
-# Gradients of lazy tensors themselves
-
-
 def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
     """Registers a hook of, or retains, the gradient of the first argument."""
     lazy, *hooks = *args, *kwargs.values()
@@ -416,7 +408,6 @@ class _Handles(tuple[RemovableHandle, ...]):
 
 
 def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad``."""
     for lazy in _lazy_in(inputs):
         if isinstance(lazy, LazyTensor):  # not yet real with another one
             _become_watched(lazy, "torch.autograd.grad")
@@ -430,9 +421,6 @@ def _become_watched(lazy: LazyTensor, name: str) -> None:
     lazy.become_real(name)
     for expression in expressions:
         expression.watched_by = name
-
-
-# Below autograd
 
 
 def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -454,9 +442,6 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     with torch.no_grad():
         args, kwargs = _replaced((args, kwargs), lambda lazy: lazy.real_values(str(func)).detach())
         return func(*args, **kwargs)
-
-
-# Trees of arguments
 
 
 def _lazy_in(tree: Any) -> list[LazyTensor]:

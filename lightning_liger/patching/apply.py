@@ -28,7 +28,6 @@ _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
 _EXPECTED = f"'auto', 'none', a name, or a list or dict of names out of {list(KERNELS)}"
 _LOSS_WANTED = "liger_loss_wanted"
 _ALREADY = "already replaced"
-_MAX_REASONS = 3
 _Decision = tuple[PatchEntry, Replacement | None]
 
 
@@ -125,8 +124,8 @@ def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: P
         f"{entry.count} {entry.structure}: {textwrap.shorten(entry.reason, 120, placeholder=' ...')}"
         for entry in report.entries
     ]
-    if len(reasons) > _MAX_REASONS:
-        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more reasons in the report"]
+    if len(reasons) > 3:
+        reasons[3:] = [f"and {len(reasons) - 3} more reasons in the report"]
     why = "; ".join(reasons) or "no module looks like a norm, rotary embedding, gated MLP or LM head of these kernels"
     rank_zero_warn(
         f"lightning-liger: kernels={kernels!r} replaced nothing in {type(model).__name__} ({why})."

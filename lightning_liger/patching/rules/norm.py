@@ -39,7 +39,6 @@ class NormReplacement(Replacement):
         return self.kernel + (f" ({', '.join(details)})" if details else "")
 
     def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The fused forward of ``module``."""
         weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
         eps: Any = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         shape = x.shape[-1:] if weight is None else weight.shape
@@ -121,7 +120,6 @@ _RMS_NORMS: tuple[tuple[float, Casting], ...] = (
 
 
 def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> Iterator[Replacement]:
-    """All norms of these parameters, the most common first."""
     offsets = (0.0,) if weight is None else (0.0, 1.0)
     for each in eps:
         if bias is None:

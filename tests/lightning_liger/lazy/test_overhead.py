@@ -4,10 +4,10 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_liger.lazy.tensor import LazyTensor
@@ -35,14 +35,12 @@ def num_calls(function: Callable[[], Any]) -> int:
 @pytest.mark.parametrize(
     "operation",
     [
-        pytest.param(lambda x: x.float(), id="cast"),
-        pytest.param(lambda x: x * 0.5, id="times"),
-        pytest.param(lambda x: x.tanh(), id="tanh"),
-        pytest.param(lambda x: x.log_softmax(-1), id="log_softmax"),
-        pytest.param(lambda x: x[:, :-1], id="slice"),
-        pytest.param(lambda x: x.view(-1, VOCAB_SIZE), id="view"),
-        pytest.param(lambda x: x.transpose(1, 2), id="transpose"),
-        pytest.param(lambda x: x + torch.zeros(VOCAB_SIZE, dtype=torch.bfloat16), id="bias"),
+        lambda x: x.float(),
+        lambda x: x * 0.5,
+        lambda x: x.tanh(),
+        lambda x: x.log_softmax(-1),
+        lambda x: x[:, :-1].view(-1, VOCAB_SIZE),
+        lambda x: x + torch.zeros(VOCAB_SIZE, dtype=torch.bfloat16),
     ],
 )
 def test_recording_an_operation_takes_few_calls(operation: Callable[[Logits], Logits]) -> None:
@@ -52,15 +50,8 @@ def test_recording_an_operation_takes_few_calls(operation: Callable[[Logits], Lo
 
 
 def test_loss_of_hugging_face_records_two_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = []
-
-    def spy(self: LazyTensor, twin: Tensor, **changes: Any) -> Any:
-        recorded.append(changes)
-        return original(self, twin, **changes)
-
-    original = LazyTensor.recorded
-    monkeypatch.setattr(LazyTensor, "recorded", spy)
+    spy = Mock(side_effect=LazyTensor.recorded)
+    monkeypatch.setattr(LazyTensor, "recorded", lambda *args, **kwargs: spy(*args, **kwargs))
     twin = Twin(torch.bfloat16)
     ForCausalLMLoss(twin.lazy, LABELS, VOCAB_SIZE).backward()
-    assert len(recorded) == 2
-    assert twin.counters.num_materialized == 0
+    assert (spy.call_count, twin.counters.num_materialized) == (2, 0)

@@ -4,14 +4,15 @@ import random
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_liger import LazyLogits, materialize
 from lightning_liger.lazy.logits import lazy_logits
-from lightning_liger.patching.rules.head import HeadReplacement
+from tests.lightning_liger.lazy.twin import Twin
 
 BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE, VOCAB_SIZE = 3, 17, 64, 211
 SOME_TOKENS = 4 * VOCAB_SIZE * 10
@@ -38,11 +39,9 @@ READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def lazy_head(dtype: torch.dtype, chunk_bytes: int | None) -> nn.Linear:
-    options = () if chunk_bytes is None else (("chunk_bytes", chunk_bytes),)
-    head = nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, bias=random.random() < 0.5, dtype=dtype)
-    head.__class__ = HeadReplacement(options).patched_class(nn.Linear)
-    return head
+def lazy_head(dtype: torch.dtype, chunk_bytes: int | None) -> Any:
+    bias = random.random() < 0.5
+    return Twin(dtype, VOCAB_SIZE, bias=bias, chunk_bytes=chunk_bytes, hidden_size=HIDDEN_SIZE).lazy_head
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
@@ -71,7 +70,7 @@ def test_values_that_were_read_are_found_again(mode: Callable[[], AbstractContex
                 assert ((above < 3) & (above + equal >= 3)).all(), names
             real = materialize(x)
             assert type(real) is Tensor
-            if mode is not torch.enable_grad and not head.liger_replacement.options and names[0] != "softmax":  # type: ignore[attr-defined]
+            if mode is not torch.enable_grad and not head.liger_replacement.options and names[0] != "softmax":
                 assert torch.equal(value, read(real, gold)), names
 
 

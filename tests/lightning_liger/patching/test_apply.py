@@ -14,7 +14,7 @@ from lightning_liger import LazyLogits, apply_liger_kernels
 from lightning_liger.patching import KERNELS, check_kernels
 from lightning_liger.patching.rules import Patched
 from lightning_liger.patching.rules.head import HeadReplacement
-from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
+from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
 STRUCTURES = {"rms_norm": "LlamaRMSNorm", "rope": "LlamaAttention", "silu_mul": "LlamaMLP"}
@@ -109,46 +109,12 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(used[-1]["saved"].chunks) == 2
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kernel", "reason"),
-    [
-        ("llama", "gelu_mul", r"nothing .* by it \(LlamaMLP: gelu_mul is not the same: output differs by"),
-        ("llama", "layer_norm", r"nothing .* by it \(LlamaRMSNorm: layer_norm is not the same: output differs by"),
-        ("gemma", "silu_mul", r"nothing .* by it \(GemmaMLP: silu_mul is not the same: output differs by"),
-        ("gpt2", "rms_norm", "nothing in the model can be replaced by it: remove"),
-    ],
-)
-def test_kernel_asked_for_that_fits_nothing_is_an_error_and_changes_nothing(
-    model_type: str, kernel: str, reason: str
-) -> None:
-    model = tiny_model(model_type, **({"n_embd": 32, "n_layer": 1, "n_head": 4} if model_type == "gpt2" else {}))
-    before = classes(model)
-    with pytest.raises(ValueError, match=f"'{kernel}', but {reason}"):
-        apply_liger_kernels(model, ["linear_cross_entropy", kernel])
-    assert classes(model) == before
-    assert not model._forward_hooks
-    apply_liger_kernels(model)  # what fits is applied when nothing is asked for by name
-    assert isinstance(logits(model), LazyLogits)
-
-
-class ScaledLinear(nn.Linear):
-    """A head that is not a plain linear layer."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2.0
-
-
 def test_head_of_another_class_stays_and_is_reported() -> None:
     model = tiny_llama()
-    model.lm_head.__class__ = ScaledLinear
-    want = loss(model)
-    with pytest.raises(ValueError, match=r"ScaledLinear: the head is ScaledLinear, not torch\.nn\.Linear"):
+    model.lm_head.__class__ = type("Scaled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+    with pytest.raises(ValueError, match=r"Scaled: the head is Scaled, not torch\.nn\.Linear"):
         apply_liger_kernels(model, ["linear_cross_entropy"])
-    report = apply_liger_kernels(model)
-    entry = next(entry for entry in report.entries if entry.kernel == "linear_cross_entropy")
-    assert (entry.replacement, entry.reason) == (None, "the head is ScaledLinear, not torch.nn.Linear")
-    assert type(model.lm_head) is ScaledLinear
-    torch.testing.assert_close(loss(model), want, rtol=1e-5, atol=0)
+    assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values()) - 1
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -185,13 +151,6 @@ def test_model_on_the_meta_device_is_patched_and_filled_later() -> None:
     torch.testing.assert_close(loss(model), loss(reference), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_kernel_is_applied_in_half_precision(dtype: torch.dtype) -> None:
-    model = tiny_llama().to(dtype)
-    assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values())
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-
-
 def test_part_that_was_patched_before_is_hooked_once_and_stays_patched() -> None:
     owner = nn.ModuleDict({"policy": tiny_llama(), "reference": tiny_llama()})
     apply_liger_kernels(owner["policy"])
@@ -224,15 +183,6 @@ def test_model_in_which_nothing_was_replaced_is_a_warning_that_says_why() -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         apply_liger_kernels(nn.ReLU(), "none")
-
-
-def test_modules_whose_forward_accelerate_replaced_stay() -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = tiny_llama()
-    for module in model.modules():
-        hooks.add_hook_to_module(module, hooks.ModelHook())
-    with pytest.warns(UserWarning, match=r"LlamaAttention: this instance overrides forward, as accelerate's hooks do"):
-        assert apply_liger_kernels(model).num_replaced == 0
 
 
 def test_error_while_classes_are_exchanged_leaves_none_exchanged(monkeypatch):

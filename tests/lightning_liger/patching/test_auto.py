@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2VLConfig
+from transformers import AutoModelForCausalLM
 
 from lightning_liger import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from tests.lightning_liger.architectures import tiny_image_text_model
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama
 
 
@@ -36,14 +37,7 @@ def test_from_config_takes_the_auto_class_arguments() -> None:
 
 
 def test_image_text_model_computes_its_text_loss_fused() -> None:
-    text = {
-        "vocab_size": 151_700,  # a token of images is among the last
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-    }  # fmt: skip
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}
-    model = AutoLigerModelForImageTextToText.from_config(Qwen2VLConfig(text_config=text, vision_config=vision))
+    model = AutoLigerModelForImageTextToText.from_config(tiny_image_text_model("qwen2_vl").config)
     assert model(**tiny_batch()).loss.isfinite()
     counters = model.get_output_embeddings().fusion_counters
     assert (counters.num_losses, counters.num_materialized) == (1, 0)

@@ -10,16 +10,6 @@ from lightning_liger import apply_liger_kernels
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = LlamaConfig(
-    vocab_size=1031,
-    hidden_size=128,
-    intermediate_size=320,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    attn_implementation="eager",
-)
-
 
 def _loss_and_gradients(model: LlamaForCausalLM, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     input_ids = labels.clamp(min=0)
@@ -30,9 +20,10 @@ def _loss_and_gradients(model: LlamaForCausalLM, labels: torch.Tensor) -> dict[s
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_patched_llama_in_bfloat16_is_no_further_from_float64_than_unpatched(tied: bool) -> None:
-    config = copy.deepcopy(CONFIG)
-    config.tie_word_embeddings = tied
     torch.manual_seed(0)
+    sizes = {"vocab_size": 1031, "hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2, tie_word_embeddings=tied)
+    config._attn_implementation = "eager"
     model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
     labels = torch.randint(0, config.vocab_size, (4, 257), device="cuda")
     labels[:, :60] = -100

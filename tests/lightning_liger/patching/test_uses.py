@@ -1,6 +1,7 @@
 """Patched models in the ways that models are used: attention, packing, checkpointing, compiling, casting."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_liger import apply_liger_kernels
-from tests.lightning_liger.tiny import tiny_batch, tiny_model
+from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels, lazy_logits
+from tests.lightning_liger.patching.rules.comparing import assert_same_gradients
+from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_model
 
 FAMILIES = ["qwen3", "gemma3_text", "phi3", "mixtral"]
 
@@ -23,19 +25,14 @@ def pair(model_type: str = "llama", attention: str = "eager", **overrides: Any) 
     return model, patched
 
 
-def assert_same(model: nn.Module, patched: nn.Module, batch: dict[str, Any], *, is_fused: bool = True) -> None:
+def assert_same(model: nn.Module, patched: nn.Module, batch: dict[str, Any]) -> None:
     losses = [each(**batch).loss for each in (model, patched)]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
     for loss in losses:
         loss.backward()
-    for (name, want), got in zip(model.named_parameters(), patched.parameters(), strict=True):
-        if want.grad is None:  # an expert that no token chose
-            assert got.grad is None, name
-            continue
-        tolerance = 1e-5 * want.grad.abs().max().item()
-        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    counters = getattr(patched.get_output_embeddings(), "fusion_counters", None)
-    assert (counters is not None and counters.num_losses > 0 and counters.num_materialized == 0) == is_fused
+    assert_same_gradients(model, patched)
+    counters = patched.get_output_embeddings().fusion_counters
+    assert (counters.num_losses, counters.num_materialized) == (1, 0)
 
 
 def padded_batch() -> dict[str, Tensor]:
@@ -117,5 +114,58 @@ def test_compiled_model_computes_the_same() -> None:
     torch.testing.assert_close(losses[1], losses[0])
     for loss in losses:
         loss.backward()
-    for want, got in zip(model.parameters(), patched.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, patched)
+
+
+class Mixin(LigerLMMixin, nn.Module):
+    """The mixin's loss without the rest of a LightningModule."""
+
+
+LOSSES: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
+    "of_the_model": lambda model, batch: model(**batch).loss,
+    "of_items": lambda model, batch: model(**batch, num_items_in_batch=torch.tensor(40)).loss,
+    "of_the_mixin": lambda model, batch: Mixin().lm_loss(model(batch["input_ids"]).logits, batch["labels"]),
+    "outside": lambda model, batch: LossOutside(model)(**batch),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_loss_is_the_same_without_a_tensor_of_the_logits_size(
+    loss: Callable[[Any, dict[str, Tensor]], Tensor], training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, patched = pair(tie_word_embeddings=training)
+    # Enough tokens for the logits to outgrow every weight, and rows short enough for attention not to.
+    batch = tiny_batch(batch_size=8, seq_len=16, num_ignored=16)
+    with torch.set_grad_enabled(training), lazy_logits():
+        want = loss(model, batch)
+        with TensorSizes(monkeypatch) as sizes:
+            got = loss(patched, batch)
+            if training:
+                got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    num_kept_tokens = 7 * 15
+    logits_size = batch["labels"].numel() * VOCAB_SIZE
+    assert num_kept_tokens // 2 * VOCAB_SIZE <= sizes.largest_in_loss <= sizes.largest < logits_size
+    if training:
+        want.backward()
+        assert_same_gradients(model, patched)
+
+
+def test_generate_gives_the_tokens_of_the_unpatched_model() -> None:
+    model, patched = (each.eval() for each in pair())
+    prompt = tiny_batch()["input_ids"]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+    want = model.generate(prompt, **options)
+    assert want.shape[1] > prompt.shape[1]
+    assert torch.equal(patched.generate(prompt, **options), want)
+    with lazy_logits():  # as a callback may have it around a validation step
+        assert torch.equal(patched.generate(prompt, **options), want)
+
+
+@torch.no_grad()
+def test_failed_forward_with_labels_leaves_no_wish_for_a_loss_behind() -> None:
+    _, patched = pair()
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        patched(labels=tiny_batch()["labels"])
+    assert not isinstance(patched(tiny_batch()["input_ids"]).logits, LazyLogits)
