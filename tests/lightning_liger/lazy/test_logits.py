@@ -2,16 +2,15 @@
 
 import copy
 import pickle
+import random
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.utils import _apply_to_tensors
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_liger import LazyLogits, materialize
 from lightning_liger.lazy.logits import lazy_logits, loss_wanted
@@ -108,19 +107,6 @@ def test_autocast_gives_the_dtype_of_the_real_head(input_dtype: torch.dtype) -> 
     assert torch.equal(lazy.detach().materialize(), real.detach())
     lazy_loss.backward()
     assert twin.lazy_head.weight.grad.dtype == twin.lazy_input.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "convert",
-    [_apply_to_tensors, lambda function, data: apply_to_collection(data, dtype=Tensor, function=function)],
-    ids=["fsdp", "lightning"],
-)
-def test_engines_that_convert_outputs_leave_logits_lazy(convert: Callable[..., Any]) -> None:
-    twin = Twin()
-    converted = convert(lambda tensor: tensor.float() * 0.5, {"output": CausalLMOutputWithPast(logits=twin.lazy)})
-    logits = converted["output"].logits
-    assert isinstance(logits, LazyLogits)
-    twin.assert_same_gradients(token_loss(logits), token_loss(twin.real * 0.5))
 
 
 def test_function_over_chunks_follows_the_chunk_bytes_of_the_head() -> None:
@@ -228,3 +214,90 @@ def test_write_is_refused_where_the_object_cannot_be_exchanged(refers: str) -> N
     assert held is not None
     assert isinstance(logits, LazyLogits)
     assert isinstance(token_loss(logits), Tensor)
+
+
+SIZES = (3, 17, 64)
+NUM_CLASSES = 211
+SOME_TOKENS = 4 * NUM_CLASSES * 10
+
+RECORDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x,
+    "float": lambda x: x.float(),
+    "slice": lambda x: x[:, :-1],
+    "flat": lambda x: x[:, 1:].flatten(0, 1),
+    "scaled": lambda x: x / 0.7,
+    "capped": lambda x: torch.tanh(x / 5) * 5,
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "softmax": lambda x: x.softmax(-1),
+    "detached": lambda x: x.detach(),
+    "part": lambda x: x[..., 3:200],
+}
+READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, gold: x.gather(-1, gold),
+    "take_along_dim": lambda x, gold: torch.take_along_dim(x, gold, -1),
+    "max": lambda x, gold: x.max(-1, keepdim=True).values,
+    "amin": lambda x, gold: x.amin(-1, keepdim=True),
+    "topk": lambda x, gold: x.topk(3).values[..., -1:],
+    "of_argmax": lambda x, gold: x.gather(-1, x.argmax(-1, keepdim=True)),
+}
+
+
+def lazy_head(dtype: torch.dtype, chunk_bytes: int | None) -> Any:
+    bias = random.random() < 0.5
+    return Twin(dtype, NUM_CLASSES, bias=bias, chunk_bytes=chunk_bytes, hidden_size=SIZES[-1]).lazy_head
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.filterwarnings("ignore:.*materializes the logits")
+def test_values_that_were_read_are_found_again(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    for seed in range(100):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        head = lazy_head(
+            random.choice([torch.float32, torch.float32, torch.bfloat16]), random.choice([None, SOME_TOKENS])
+        )
+        with mode(), lazy_logits():
+            logits = head(torch.randn(*SIZES, dtype=head.weight.dtype))
+            assert isinstance(logits, LazyLogits)
+            names = random.choice(list(RECORDED)), random.choice(list(READ))
+            x = RECORDED[names[0]](logits)
+            if mode is torch.enable_grad:
+                x = x.detach()
+            gold = torch.randint(0, x.shape[-1], (*x.shape[:-1], 1))
+            read = READ[names[1]]
+            value = read(x, gold)
+            equal, above, below = ((x == value).sum(-1), (x > value).sum(-1), (x < value).sum(-1))
+            assert (equal > 0).all(), names
+            assert (above + below + equal == x.shape[-1]).all(), names
+            if names[1] == "topk":
+                assert ((above < 3) & (above + equal >= 3)).all(), names
+            real = materialize(x)
+            assert type(real) is Tensor
+            if mode is not torch.enable_grad and not head.liger_replacement.options and names[0] != "softmax":
+                assert torch.equal(value, read(real, gold)), names
+
+
+@pytest.mark.filterwarnings("ignore:.*materializes the logits")
+def test_comparison_with_what_a_read_with_gradients_became_is_refused() -> None:
+    head = lazy_head(torch.float32, None)
+    logits = head(torch.randn(*SIZES))
+    gold = logits.gather(-1, torch.zeros(*SIZES[:2], 1, dtype=torch.int64))
+    for other in (gold.detach(), gold.double(), gold * 1, torch.zeros_like(gold)):
+        with pytest.raises(RuntimeError, match=r"gt compares .* after gather .*materialize\(logits\)"):
+            logits > other  # noqa: B015  raises
+    assert (logits > 0).any()
+    exact = logits.detach().gather(-1, torch.zeros(*SIZES[:2], 1, dtype=torch.int64))
+    assert not (logits > exact)[..., 0].any()
+
+
+def test_what_was_read_keeps_no_hidden_states() -> None:
+    head = lazy_head(torch.float32, None)
+    hidden_states = torch.randn(*SIZES)
+    gold = torch.zeros(*SIZES[:2], 1, dtype=torch.int64)
+    logits = head(hidden_states)
+    read = [logits.gather(-1, gold), logits.detach().gather(-1, gold)]
+    read[0].sum().backward()
+    alive = weakref.ref(hidden_states)
+    del logits, hidden_states
+    assert alive() is None
+    assert len(read) == 2

@@ -1,18 +1,23 @@
 """Operations of lazy logits against those of real logits: values, gradients, and what is and is not computed."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_liger import LazyLogits
 from lightning_liger.lazy.logits import lazy_logits
+from lightning_liger.lazy.tensor import LazyTensor
 from tests.lightning_liger.lazy.twin import (
     BATCH_SIZE,
     LABELS,
@@ -105,16 +110,11 @@ CLASS_TARGETS[0, 1] = -100
 TWO_CLASSES = torch.stack([LABELS, LABELS.flip(1)], -1)
 
 LOSSES: dict[str, Callable[[Logits], Tensor]] = {
-    **{
-        str(options): partial(token_loss, **options)
-        for options in (
-            {"ignore_index": 3},
-            {"weight": CLASS_WEIGHT, "label_smoothing": 0.2, "ignore_index": 9},
-            {"reduction": "none"},
-            {"size_average": False},
-            {"reduce": False},
-        )
-    },
+    "some_ignored": partial(token_loss, ignore_index=3),
+    "weighted": partial(token_loss, weight=CLASS_WEIGHT, label_smoothing=0.2, ignore_index=9),
+    "not_reduced": partial(token_loss, reduction="none"),
+    "size_average": partial(token_loss, size_average=False),
+    "reduce": partial(token_loss, reduce=False),
     "keywords": lambda x: F.cross_entropy(input=x.flatten(0, 1), target=LABELS.flatten()),
     "module": lambda x: nn.CrossEntropyLoss()(x.flatten(0, 1), LABELS.flatten()),
     "classes_second": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS),
@@ -230,3 +230,48 @@ def test_any_kind_of_index_gives_the_rows_of_real_logits(index: Any) -> None:
     assert isinstance(lazy, LazyLogits)
     assert lazy.shape == real.shape
     torch.testing.assert_close(lazy.detach().materialize(), real.detach(), rtol=1e-5, atol=1e-5)
+
+
+MAX_CALLS = 200
+"""Of Python and C functions, whose number does not vary with load: about 30 us. Operations that PyTorch computes on the
+meta device in Python take hundreds to thousands."""
+
+
+def num_calls(function: Callable[[], Any]) -> int:
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.float(),
+        lambda x: x * 0.5,
+        lambda x: x.tanh(),
+        lambda x: x.log_softmax(-1),
+        lambda x: x.view(-1, VOCAB_SIZE)[:-1],
+        lambda x: x + torch.zeros(VOCAB_SIZE, dtype=torch.bfloat16),
+    ],
+)
+def test_recording_an_operation_takes_few_calls(operation: Callable[[Logits], Logits]) -> None:
+    logits = Twin(torch.bfloat16).lazy
+    operation(logits)  # names and signatures are looked up once
+    assert num_calls(lambda: operation(logits)) <= MAX_CALLS
+
+
+def test_loss_of_hugging_face_records_two_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Mock(side_effect=LazyTensor.recorded)
+    monkeypatch.setattr(LazyTensor, "recorded", lambda *args, **kwargs: spy(*args, **kwargs))
+    twin = Twin(torch.bfloat16)
+    ForCausalLMLoss(twin.lazy, LABELS, VOCAB_SIZE).backward()
+    assert (spy.call_count, twin.counters.num_materialized) == (2, 0)

@@ -13,17 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_liger.lazy.logits import lazy_logits
-from tests.lightning_liger.lazy.twin import (
-    BATCH_SIZE,
-    LABELS,
-    MASK,
-    SEQ_LEN,
-    TOKENS,
-    VOCAB_SIZE,
-    Logits,
-    Twin,
-    token_loss,
-)
+from tests.lightning_liger.lazy.twin import BATCH_SIZE, LABELS, MASK, SEQ_LEN, VOCAB_SIZE, Logits, Twin, token_loss
 
 
 def overwritten_rows(x: Logits) -> Tensor:
@@ -42,9 +32,7 @@ def loss_over_the_second_dimension(x: Logits) -> Tensor:
     return F.cross_entropy(x, torch.arange(VOCAB_SIZE).repeat(BATCH_SIZE, 1) % SEQ_LEN)
 
 
-LEARNED_SCALE = torch.tensor(2.0, requires_grad=True)
 TEACHER = torch.rand(BATCH_SIZE, SEQ_LEN, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)).softmax(-1)
-PROBABILITIES = torch.full((TOKENS, VOCAB_SIZE), 1 / VOCAB_SIZE)
 
 OPERATIONS: dict[str, tuple[str, Callable[[Logits], Any]]] = {
     "log_softmax_over_tokens": ("log_softmax", lambda x: F.log_softmax(x, dim=1)),
@@ -56,7 +44,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Logits], Any]]] = {
     "mask_behind_the_vocabulary": ("getitem", lambda x: x.mT[:, :, MASK[0]]),
     "split_of_the_vocabulary": ("split", lambda x: x.split(20, -1)[1]),
     "cross_entropy_over_tokens": ("cross_entropy", loss_over_the_second_dimension),
-    "class_probabilities": ("cross_entropy", lambda x: F.cross_entropy(x.flatten(0, 1), PROBABILITIES)),
+    "class_probabilities": ("cross_entropy", lambda x: F.cross_entropy(x.mT, TEACHER.mT)),
     "overwritten_rows": ("setitem", overwritten_rows),
     "gradient_of_logits": ("retain_grad", gradient_of_logits),
 }

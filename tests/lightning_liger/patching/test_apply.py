@@ -2,18 +2,23 @@
 
 import copy
 import importlib
+import json
 import pickle
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from lightning_liger import LazyLogits, apply_liger_kernels
-from lightning_liger.patching import KERNELS, check_kernels
+from lightning_liger import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText, LazyLogits, apply_liger_kernels
+from lightning_liger.patching import KERNELS, PatchEntry, PatchReport, check_kernels
 from lightning_liger.patching.rules import Patched
 from lightning_liger.patching.rules.head import HeadReplacement
+from tests.lightning_liger.architectures import tiny_image_text_model
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
@@ -109,6 +114,10 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(used[-1]["saved"].chunks) == 2
 
 
+def pickled(model: nn.Module, protocol: int) -> nn.Module:
+    return pickle.loads(pickle.dumps(model, protocol))
+
+
 def test_head_of_another_class_stays_and_is_reported() -> None:
     model = tiny_llama()
     model.lm_head.__class__ = type("Scaled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
@@ -117,7 +126,7 @@ def test_head_of_another_class_stays_and_is_reported() -> None:
     assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values()) - 1
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, *(partial(pickled, protocol=each) for each in (0, 5))])
 def test_copy_of_a_patched_model_works_and_stays_patched(duplicate: Any) -> None:
     model = tiny_llama()
     report = apply_liger_kernels(model)
@@ -194,3 +203,53 @@ def test_error_while_classes_are_exchanged_leaves_none_exchanged(monkeypatch):
     with pytest.raises(MemoryError):
         apply_liger_kernels(model)
     assert replaced(model) == []
+
+
+REPLACED = PatchEntry("LlamaRMSNorm", "rms_norm", 5, "rms_norm (llama casting)", 2.5e-7)
+EXACT = PatchEntry("LlamaMLP", "silu_mul", 2, "silu_mul", 0.0)
+KEPT = PatchEntry("LayerNorm", "rms_norm", 3, None, reason="is not of one weight vector")
+
+
+def test_report_is_a_table_with_counts_errors_and_reasons_and_plain_data() -> None:
+    report = PatchReport([REPLACED, EXACT, KEPT])
+    lines = str(report).splitlines()
+    assert "Module" in lines[2]
+    rows = {cells[1]: cells[2:] for cells in (line.replace("│", " │ ").split() for line in lines) if len(cells) > 3}
+    assert "5" in rows["LlamaRMSNorm"]
+    assert "2e-07" in rows["LlamaRMSNorm"]
+    assert "exact" in rows["LlamaMLP"]
+    assert "(is" in rows["LayerNorm"]
+    assert "exact" not in rows["LayerNorm"]
+    assert max(map(len, lines)) <= 120
+    rows = report.as_dict()
+    assert (rows[0]["structure"], rows[0]["error"], rows[2]["replacement"]) == ("LlamaRMSNorm", 2.5e-7, None)
+    assert json.loads(json.dumps(rows)) == rows
+    assert "no module matches a chosen kernel" in str(PatchReport())
+
+
+def test_pretrained_model_is_patched_and_computes_the_same(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    tiny_llama().save_pretrained(checkpoint)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = AutoLigerModelForCausalLM.from_pretrained(checkpoint)
+    assert model.liger_report.num_replaced == 2 + 2 + 5 + 1
+    batch = tiny_batch()
+    torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
+    assert model.get_output_embeddings().fusion_counters.num_losses == 1
+    model.save_pretrained(checkpoint / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint / "saved")
+    assert saved.state_dict().keys() == plain.state_dict().keys()
+    torch.testing.assert_close(saved(**batch).loss, plain(**batch).loss)
+
+
+def test_from_config_takes_the_auto_class_arguments() -> None:
+    model = AutoLigerModelForCausalLM.from_config(tiny_llama().config, dtype=torch.bfloat16, kernels="none")
+    assert model.dtype == torch.bfloat16
+    assert model.liger_report.num_replaced == 0
+
+
+def test_image_text_model_computes_its_text_loss_fused() -> None:
+    model = AutoLigerModelForImageTextToText.from_config(tiny_image_text_model("qwen2_vl").config)
+    assert model(**tiny_batch()).loss.isfinite()
+    counters = model.get_output_embeddings().fusion_counters
+    assert (counters.num_losses, counters.num_materialized) == (1, 0)

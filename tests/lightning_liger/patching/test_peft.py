@@ -76,16 +76,6 @@ def test_disabled_and_merged_adapters_are_left_out() -> None:
     torch.testing.assert_close(model.merge_and_unload()(**tiny_batch()).loss, expected)
 
 
-def test_weight_norms_of_dora_need_whole_logits_and_stay_right() -> None:
-    model = with_adapters("llama", {"target_modules": ["lm_head"], "use_dora": True})
-    patched = copy.deepcopy(model)
-    apply_liger_kernels(patched)
-    loss = model(**tiny_batch()).loss
-    with pytest.warns(UserWarning, match="materializes the logits"):
-        fused_loss = patched(**tiny_batch()).loss
-    torch.testing.assert_close(fused_loss, loss)
-
-
 @pytest.mark.parametrize("name", ["everywhere", "head_saved_whole", "scaled_logits", "capped_logits", "two_active"])
 def test_scores_and_divergences_are_those_of_the_adapted_head_and_of_the_base_model(name: str) -> None:
     model = with_adapters(*CONFIGS["everywhere" if name == "two_active" else name])

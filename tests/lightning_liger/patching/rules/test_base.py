@@ -1,9 +1,6 @@
 """What every replacement has in common: the class it makes, copies, pickles, and calls that are the original's."""
 
-import copy
 import inspect
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,29 +65,6 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name
 def arguments(kind: type[nn.Module]) -> list[Tensor]:
     tables = [torch.randn(2, 7, SIZE), torch.randn(2, 7, SIZE)] if kind is Attention else []
     return [torch.randn(KINDS[kind]), *tables]
-
-
-DUPLICATES: list[Callable[[nn.Module], nn.Module]] = [
-    copy.deepcopy,
-    copy.copy,
-    lambda module: pickle.loads(pickle.dumps(module, 0)),
-    lambda module: pickle.loads(pickle.dumps(module)),
-]
-
-
-@every_kind
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-def test_duplicate_of_a_patched_module_is_patched_and_computes_the_same(
-    kind: type[nn.Module], duplicate: Callable[[nn.Module], nn.Module]
-) -> None:
-    module = fill(kind())
-    patched, entry = patched_twin(module)
-    assert entry.replacement is not None
-    twin = duplicate(patched)
-    assert type(twin) is type(patched)
-    assert twin is not patched
-    assert_same(module, twin, *arguments(kind))
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in twin.state_dict().items())
 
 
 @every_kind

@@ -69,11 +69,6 @@ def mlp(
     return fill(written(forward, "MLP", activation=activation, **projections, **others))
 
 
-def gate_first(m: Any, x: Tensor) -> Tensor:
-    gate, up = m.both(x).chunk(2, dim=-1)
-    return m.down(m.activation(gate) * up)
-
-
 packed = partial(mlp, order=("both", "down"))
 
 
@@ -154,25 +149,23 @@ STEERED: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("hook", STEERED.values(), ids=STEERED)
 @pytest.mark.parametrize("child", ["activation", "gate", "down"])
-def test_hooks_of_children_run_and_count(child: str, hook: Callable[[nn.Module, Any], Any], when: str) -> None:
+def test_hooks_of_children_run_and_count(child: str, hook: Callable[[nn.Module, Any], Any]) -> None:
     if hook is STEERED["own forward"] and child != "activation":
         return  # as silu it has another width
-    module = mlp(activation=nn.SiLU())
+    module, later = (mlp(activation=nn.SiLU()) for _ in range(2))
     seen: list[Tensor] = []
-    if when == "before":
-        hook(module.get_submodule(child), seen.append)
-    twin = assert_replaced(module, "silu_mul")
+    hook(module.get_submodule(child), seen.append)
+    twin, later_twin = assert_replaced(module, "silu_mul"), assert_replaced(later, "silu_mul")
     if hook is not STEERED["own forward"]:
         assert seen == []  # trying does not call a user's hooks
-    if when == "after":
-        hook(module.get_submodule(child), seen.append)
-        hook(twin.get_submodule(child), seen.append)
-    seen.clear()
-    assert_same(module, twin, tokens())
-    assert len(seen) in (2, 4)
+    for each in (later, later_twin):
+        hook(each.get_submodule(child), seen.append)
+    for pair in ((module, twin), (later, later_twin)):
+        seen.clear()
+        assert_same(*pair, tokens())
+        assert len(seen) in (2, 4)
 
 
 def test_fused_path_comes_back_when_hooks_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,15 +222,6 @@ def test_reason_is_about_the_activation_and_what_differs() -> None:
     assert_kept(reads, "silu_mul is not the same: ")
 
 
-def attention() -> nn.Module:
-    """Three projections of equal sizes."""
-
-    def forward(m: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.scaled_dot_product_attention(m.query(x), m.key(x), m.value(x), mask)
-
-    return written(forward, **{name: nn.Linear(SIZE, SIZE) for name in ("query", "key", "value")})
-
-
 def with_buffer() -> nn.Module:
     """A multiplier that is one only for now."""
     module = mlp(lambda m, x: usual(m, x) * m.scale)
@@ -250,7 +234,11 @@ def two_layers(m: Any, x: Tensor) -> Tensor:
 
 
 NO_MLPS: dict[str, Callable[[], nn.Module]] = {
-    "attention": attention,
+    "attention": partial(
+        written,
+        lambda m, x, mask=None: F.scaled_dot_product_attention(m.query(x), m.key(x), m.value(x), mask),
+        **{name: nn.Linear(SIZE, SIZE) for name in ("query", "key", "value")},
+    ),
     "gelu": partial(mlp, two_layers, F.gelu, ("gate", "down")),
     "relu": partial(mlp, two_layers, nn.ReLU(), ("gate", "down")),
     "two_inputs": partial(mlp, lambda m, x, y: m.down(m.activation(m.gate(x)) * m.up(y))),
