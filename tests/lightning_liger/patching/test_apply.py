@@ -22,8 +22,7 @@ from tests.lightning_liger.architectures import tiny_image_text_model
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
-STRUCTURES = {"rms_norm": "LlamaRMSNorm", "rope": "LlamaAttention", "silu_mul": "LlamaMLP"}
-STRUCTURES["linear_cross_entropy"] = "Linear"
+STRUCTURES = dict(zip(EXPECTED, ("LlamaRMSNorm", "LlamaAttention", "LlamaMLP", "Linear"), strict=True))
 
 
 def classes(model: nn.Module) -> list[type]:

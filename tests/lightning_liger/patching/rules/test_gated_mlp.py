@@ -216,6 +216,8 @@ def test_look_alike_is_kept_with_a_reason(make: Callable[[], nn.Module], dtype: 
 
 def test_reason_is_about_the_activation_and_what_differs() -> None:
     assert_kept(dropping("gate", p=0.1, activation=F.gelu), "gelu_mul is not the same")
+    with pytest.raises(ValueError, match="MLP: gelu_mul is not the same: output differs by"):
+        apply_liger_kernels(mlp(), ["gelu_mul"])
     detached = mlp(lambda m, x: m.down(m.activation(m.gate(x)).detach() * m.up(x)))
     assert_kept(detached, "silu_mul is not the same: gradient differs by")
     reads = mlp(lambda m, x: F.linear(m.activation(F.linear(x, m.gate.weight)) * m.up(x), m.down.weight))

@@ -179,6 +179,7 @@ CALLS: dict[str, tuple[FunctionType, str, bool]] = {
     "first dim": (half, "rotate(q, k, cos[0], sin[0], 0)", False),
     "one position for all": (half, "rotate(q, k, cos[:, :1], sin[:, :1])", False),
     "larger batch of tables": (half, "rotate(q[:1], k[:1], cos, sin)", False),
+    "sine of one row": (half, "rotate(q, k, cos, sin[:1])", False),
     "positions": (positioned, "rotate(q, k, cos, sin, position_ids)", False),
     "no key": (optional_key, "rotate(q, cos=cos, sin=sin)", False),
 }
