@@ -257,9 +257,9 @@ def num_calls(function: Callable[[], Any]) -> int:
     [
         lambda x: x.float(),
         lambda x: x * 0.5,
-        lambda x: x.tanh(),
         lambda x: x.log_softmax(-1),
-        lambda x: x.view(-1, VOCAB_SIZE)[:-1],
+        lambda x: x[:, :-1],
+        lambda x: x.view(-1, VOCAB_SIZE),
         lambda x: x + torch.zeros(VOCAB_SIZE, dtype=torch.bfloat16),
     ],
 )
