@@ -1,5 +1,3 @@
 """Logits that are not computed until an operation needs all of them at once."""
 
-from lightning_liger.lazy import (
-    operations as operations,
-)  # registers them, whichever module of this package is imported
+from lightning_liger.lazy import operations as operations  # registers them, whichever module is imported

@@ -13,7 +13,6 @@ WATCHES = frozenset(("register_hook", "register_post_accumulate_grad_hook", "ret
 """Methods that show the gradient of a tensor."""
 GATHERING_ENGINES = ("torch.distributed.fsdp.", "deepspeed.")
 _ENGINES = ("torch.distributed.", "torch.nn.parallel.", "lightning.", "lightning_fabric.", "deepspeed.", "accelerate.")
-_LEAVES = frozenset((int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor))
 
 
 class Bypassed(Tensor):
@@ -60,5 +59,4 @@ def found(kind: type[Tensor], tree: Any) -> list[Any]:
     if isinstance(tree, kind):
         return [tree]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    # Most values are of classes that contain no tensors of this one.
-    return [each for value in values if type(value) not in _LEAVES for each in found(kind, value)]
+    return [each for value in values for each in found(kind, value)]

@@ -32,25 +32,13 @@ class Rows(NamedTuple):
     requires_grad: bool
 
 
-def real_rows(logits: Tensor) -> Rows:
-    """The rows of materialized logits, ``[..., vocab_size]``."""
-    return Rows(logits.reshape(-1, logits.shape[-1]), lambda rows: rows, logits.requires_grad)
-
-
 def over_chunks(
     function: Callable[..., Any], sources: Sequence[Rows], token_tensors: Sequence[Tensor], chunk_size: int
 ) -> Any:
-    """``function`` of the values of each chunk of tokens, differentiably; backward computes the values again.
+    """``function`` of the values of each chunk of tokens, joined and differentiable; backward computes it again.
 
-    Args:
-        function: Gets the values of each source, ``[chunk_size, vocab_size]``, then the same rows of ``token_tensors``.
-            Returns a tensor whose first dimension is chunk_size, or a tuple of them. It runs twice with gradients.
-        sources: Logits of the same tokens.
-        token_tensors: ``[num_tokens, any]``.
-        chunk_size: Tokens of a chunk.
-
-    Returns:
-        The results of all chunks, joined in their first dimension.
+    It gets the values of each source, ``[chunk_size, vocab_size]``, then the same rows of ``token_tensors``,
+    ``[num_tokens, any]``, and returns a tensor whose first dimension is chunk_size, or a tuple of them.
     """
 
     def of_chunk(*chunk: Tensor) -> Any:
@@ -59,7 +47,7 @@ def over_chunks(
         return function(*values, *rows[len(sources) :])
 
     leaves: list[Any] = [*sources, *token_tensors]
-    requires_grad = any(each.requires_grad for each in leaves) and torch.is_grad_enabled()
+    requires_grad = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
     tensors = (*(source.tensor for source in sources), *token_tensors)
     parts = []
     for chunk in zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True):

@@ -8,6 +8,7 @@ rank's gradient of them is a partial sum, which DTensor reduces where the hidden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,39 +23,11 @@ from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTrans
 from lightning_liger.lazy.logits import LazyLogits
 
 
+@dataclass(kw_only=True, eq=False)
 class DistributedHead(HeadParameters):
-    """The rows of a linear head that this rank holds: all of them if the head is replicated.
+    """The rows of a linear head, a DTensor over one mesh dimension, that this rank holds."""
 
-    Args:
-        weight: A DTensor over one mesh dimension, ``[vocab_size, hidden_size]``, ``Shard(0)`` or ``Replicate()``.
-        bias: A DTensor of the same placement, ``[vocab_size]``, or None.
-        *others: The remaining arguments of :class:`~lightning_liger.lazy.head.HeadParameters`.
-    """
-
-    __slots__ = ("device_mesh", "is_sharded", "start", "whole_vocab_size")
-
-    def __init__(self, weight: DTensor, bias: DTensor | None, *others: Any) -> None:
-        self.device_mesh = weight.device_mesh
-        self.whole_vocab_size = weight.shape[0]
-        self.is_sharded = weight.placements == (Shard(0),)
-        super().__init__(weight.to_local(), None if bias is None else bias.to_local(), *others)
-        per_rank = -(-self.whole_vocab_size // self.device_mesh.size())  # only DTensor's last shards are smaller
-        self.start = min(per_rank * self.device_mesh.get_local_rank(), self.whole_vocab_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.whole_vocab_size if self.is_sharded else self.weight.shape[0]
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.is_sharded
-
-    def loss_options(self) -> Mapping[str, Any]:
-        if not self.is_sharded:
-            return self.options
-        # The hidden states come from a DTensor, which sums their gradients over ranks.
-        shard = VocabShard(self.device_mesh.get_group(), self.start, self.vocab_size, sums_input_gradient=False)
-        return {**self.options, "vocab_shard": shard}
+    device_mesh: DeviceMesh
 
     def project(self, hidden_states: Tensor) -> Tensor:
         return self.project_distributed(hidden_states).redistribute(placements=[Replicate()]).to_local()
@@ -62,7 +35,7 @@ class DistributedHead(HeadParameters):
     def project_distributed(self, hidden_states: Tensor) -> DTensor:
         """The real logits, sharded or replicated as the head is."""
         logits = super().project(hidden_states)
-        if not self.is_sharded:
+        if self.shard is None:
             return DTensor.from_local(logits, self.device_mesh, [Replicate()], run_check=False)
         shape = torch.Size((*logits.shape[:-1], self.vocab_size))
         stride = torch.empty(shape, device="meta").stride()
@@ -70,9 +43,9 @@ class DistributedHead(HeadParameters):
         return DTensor.from_local(logits, self.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def project_to(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        if not self.is_sharded:
+        if self.shard is None:
             return super().project_to(hidden_states, labels)
-        own_labels = labels - self.start
+        own_labels = labels - self.shard.start
         is_own = (own_labels >= 0) & (own_labels < self.weight.shape[0])
         # A row of zeros, also on ranks without rows, stands for the labels of other ranks.
         padded = self.map(lambda rows: F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, 1)))
@@ -169,27 +142,34 @@ def distributed_logits(
 ) -> DistributedLazyLogits | None:
     """Lazy logits of a head whose weight is a DTensor.
 
-    Args:
-        module: The head.
-        input: ``[..., hidden_size]``.
-        dtype: Dtype of the projection.
-        counters: See :class:`~lightning_liger.lazy.head.HeadParameters`.
-        options: See :class:`~lightning_liger.lazy.head.HeadParameters`.
-
     Returns:
         None for layouts other than tensor parallelism's: replicated hidden states, with a weight and a bias that are
         both sharded over the vocabulary or both replicated.
     """
     weight = cast(DTensor, module.weight)
     bias = None if module.bias is None else cast(DTensor, module.bias)
-    if not isinstance(input, DTensor) or input.device_mesh != weight.device_mesh or input.placements != (Replicate(),):
+    mesh, vocab_size = weight.device_mesh, weight.shape[0]
+    if not isinstance(input, DTensor) or input.device_mesh != mesh or input.placements != (Replicate(),):
         return None
-    if weight.device_mesh.ndim != 1 or weight.placements not in ((Shard(0),), (Replicate(),)):
+    if mesh.ndim != 1 or weight.placements not in ((Shard(0),), (Replicate(),)):
         return None
     if bias is not None and bias.placements != weight.placements:
         return None
-    head = DistributedHead(weight, bias, dtype, counters, options)
-    partial_gradient = [Partial()] if head.is_sharded else None
-    hidden_states = input.to_local(grad_placements=partial_gradient)
+    shard = None
+    if weight.placements == (Shard(0),):
+        per_rank = -(-vocab_size // mesh.size())  # only DTensor's last shards are smaller
+        start = min(per_rank * mesh.get_local_rank(), vocab_size)
+        # The hidden states come from a DTensor, which sums their gradients over ranks.
+        shard = VocabShard(mesh.get_group(), start, vocab_size, sums_input_gradient=False)
+    head = DistributedHead(
+        weight=weight.to_local(),
+        bias=None if bias is None else bias.to_local(),
+        compute_dtype=dtype,
+        counters=counters,
+        options=options,
+        shard=shard,
+        device_mesh=mesh,
+    )
+    hidden_states = input.to_local(grad_placements=[Partial()] if shard else None)
     expression = DistributedExpression(hidden_states, head, LogitTransform(dtype))
-    return DistributedLazyLogits.of(expression.changed(is_replicated=not head.is_sharded))
+    return DistributedLazyLogits.of(expression.changed(is_replicated=shard is None))

@@ -22,35 +22,22 @@ from lightning_liger.lazy.head import HeadParameters, LogitTransform
 class Expression:
     """A head, its input and the operations on its output, which give the real logits.
 
-    All that was recorded from one output is a tree, so that it can become real tensors related in the same way.
-
-    Args:
-        hidden_states: Laid out as the logits, with hidden_size in the place of vocab_size: ``[..., hidden_size]``.
-        head: The projection that is postponed.
-        transform: The elementwise operations that were applied to the logits since.
-        vocab_dim: The vocabulary's dimension, a negative index.
+    All that was recorded from one output is a tree, so that it can become real tensors related in the same way. The
+    hidden states are laid out as the logits, with hidden_size in the place of vocab_size; ``vocab_dim`` is negative.
     """
 
-    tensor: Callable[[], Any]
-    """The lazy logits, None if they are gone or real."""
-    twin: Tensor
-    """A tensor of the same layout and dtype on the meta device, to ask PyTorch what an operation returns."""
-    parent: Expression | None
-    """That of the lazy logits from which these were recorded, None for the output of a head."""
-    members: list[weakref.ref[Expression]]
-    """All of the tree, parents first."""
-    replay: Callable[[Tensor], Any] | None
-    """Applies the recorded operation to the parent's real logits."""
+    tensor: Callable[[], Any]  # the lazy logits, None if they are gone or real
+    twin: Tensor  # of the same layout and dtype on the meta device, to ask PyTorch what an operation returns
+    parent: Expression | None  # of the lazy logits from which these were recorded, None for the output of a head
+    members: list[weakref.ref[Expression]]  # all of the tree, parents first
+    replay: Callable[[Tensor], Any] | None  # applies the recorded operation to the parent's real logits
+    # Operations: one whose gradient does not pass these logits, one that turned them real to see their gradient, and
+    # for the output of a head one that read values with gradients, which may round differently.
     bypassed_by: str | None
-    """The name of an operation whose gradient does not pass through these logits."""
     watched_by: str | None
-    """The name of an operation that turned these logits real to see their gradient."""
     rounded_by: str | None
-    """For the output of a head, the name of a read of some values with gradients, which may round differently."""
-    kept: Tensor | None
-    """The values of the output of a head, once :meth:`values` has computed them."""
-    refused: str | None = None
-    """Why the logits can no longer be computed."""
+    kept: Tensor | None  # the values of the output of a head, once :meth:`values` has computed them
+    refused: str | None = None  # why the logits can no longer be computed
 
     def __init__(
         self, hidden_states: Tensor, head: HeadParameters, transform: LogitTransform, vocab_dim: int = -1
@@ -68,14 +55,12 @@ class Expression:
 
     @property
     def shape(self) -> Size:
-        """The shape of the logits."""
         sizes = list(self.hidden_states.shape)
         sizes[self.vocab_dim] = self.head.vocab_size
         return Size(sizes)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the logits depend on a tensor that requires a gradient."""
         return self.hidden_states.requires_grad or self.head.requires_grad
 
     @property
@@ -85,14 +70,11 @@ class Expression:
 
     @property
     def num_tokens(self) -> int:
-        """The product of all dimensions but the vocabulary."""
         return math.prod(self.tokens.shape[:-1])
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the logits are computed from, by the names that errors use."""
-        head = self.head
-        named = {"hidden states": self.hidden_states, "weight": head.weight, "bias": head.bias, "adapter": head.adapter}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {"hidden states": self.hidden_states, **self.head.tensors()}
 
     def changed(self, **changes: Any) -> Self:
         """A copy with other values of some attributes; only new tensors may have been modified since this was made."""
@@ -103,15 +85,13 @@ class Expression:
         return other
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with ``function`` applied to each of :meth:`tensors`, in their order."""
+        """A copy with ``function`` applied to each of :meth:`tensors`."""
         return self.changed(hidden_states=function(self.hidden_states), head=self.head.map(function))
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
         """A copy with other tensors in the place and order of :meth:`tensors`."""
         remaining = iter(tensors)
         return self.map(lambda _: next(remaining))
-
-    # Values
 
     def compute(self, operation: str) -> Tensor:
         """The real logits, for ``operation``; raises as :meth:`check`."""
@@ -157,10 +137,7 @@ class Expression:
         return Rows(self.tokens.reshape(-1, self.tokens.shape[-1]), values, self.requires_grad)
 
     def check(self, operation: str) -> None:
-        """Raises a RuntimeError that names ``operation`` if the logits that the head would have returned are lost.
-
-        They are where a tensor was modified or freed since the expression was made.
-        """
+        """Raises a RuntimeError that names ``operation`` if a tensor was modified or freed since this was made."""
         if reason := self.refused or self._loss_of_a_tensor():
             raise RuntimeError(
                 f"{operation} needs logits that were not computed yet, but {reason} since the head was called. Call"
@@ -185,11 +162,8 @@ class Expression:
         address = weight.data_ptr() if type(weight) is Parameter else 0
         return (*map(version, self.tensors().values()), address)
 
-    # The tree
-
     @property
     def root(self) -> Expression:
-        """That of the head's output."""
         return self if self.parent is None else self.parent.root
 
     def alive(self) -> list[Expression]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
+from liger_ops import VocabShard
 from liger_ops.backend import without_autocast
 
 
@@ -30,83 +29,50 @@ class FusionCounters:
     """Whether an engine gathers the parameters for each use, so that they change without a change of their version."""
 
 
+@dataclass(kw_only=True, eq=False)
 class HeadParameters:
-    """The linear head whose projection lazy logits postpone.
+    """The linear head whose projection lazy logits postpone."""
 
-    Not a dataclass: engines that convert the tensors in a module's output leave it alone.
-
-    Args:
-        weight: ``[vocab_size, hidden_size]``.
-        bias: ``[vocab_size]`` or None.
-        compute_dtype: Dtype of the projection: the weight's, or autocast's where it was enabled.
-        counters: Where the head's losses are counted.
-        options: How the fused loss is computed: ``chunk_bytes``, ``accumulate_dtype`` and
-            ``saved_logits_bytes`` of :func:`liger_ops.linear_cross_entropy`.
-        adapter: ``[vocab_size, rank]``, the second factor of a low-rank update, or None. The hidden states then have
-            ``rank`` additional last columns, the input of the update.
-    """
-
-    __slots__ = ("adapter", "bias", "compute_dtype", "counters", "options", "weight")
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        compute_dtype: torch.dtype,
-        counters: FusionCounters,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        adapter: Tensor | None = None,
-    ) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.compute_dtype = compute_dtype
-        self.counters = counters
-        self.options = options
-        self.adapter = adapter
+    weight: Tensor
+    """``[vocab_size, hidden_size]``."""
+    bias: Tensor | None
+    """``[vocab_size]`` or None."""
+    adapter: Tensor | None = None
+    """``[vocab_size, rank]``, the second factor of a low-rank update, or None. The hidden states then have ``rank``
+    additional last columns, the input of the update."""
+    compute_dtype: torch.dtype
+    """Dtype of the projection: the weight's, or autocast's where it was enabled."""
+    counters: FusionCounters
+    """Where the head's losses are counted."""
+    options: Mapping[str, Any]
+    """``chunk_bytes``, ``accumulate_dtype`` and ``saved_logits_bytes`` of :func:`liger_ops.linear_cross_entropy`."""
+    shard: VocabShard | None = None
+    """Which rows of the vocabulary the tensors are, None if they are all, so that they can be sliced along it."""
 
     @property
     def requires_grad(self) -> bool:
-        return any(tensor is not None and tensor.requires_grad for tensor in (self.weight, self.bias, self.adapter))
+        return any(tensor.requires_grad for tensor in self.tensors().values())
 
     @property
     def vocab_size(self) -> int:
-        return self.weight.shape[0]
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether its tensors hold the whole vocabulary, so that they can be sliced along it."""
-        return True
-
-    def loss_options(self) -> Mapping[str, Any]:
-        """Keyword arguments of ``linear_cross_entropy`` that are specific to this head."""
-        return self.options
-
-    def _replaced(self, **tensors: Tensor | None) -> Self:
-        """The same head with other tensors."""
-        other = copy.copy(self)
-        for name, tensor in tensors.items():
-            setattr(other, name, tensor)
-        return other
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        named = {"weight": self.weight, "bias": self.bias, "adapter": self.adapter}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same head with ``function`` applied to its tensors."""
-        names = ("weight", "bias", "adapter")
-        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
-        return self._replaced(**{name: function(tensor) for name, tensor in tensors.items()})
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, **changed)
 
     def cast(self) -> Self:
         """The same head with its parameters in ``compute_dtype``."""
-        dtype = self.compute_dtype
-        if all(tensor is None or tensor.dtype == dtype for tensor in (self.weight, self.bias, self.adapter)):
-            return self
-        return self.map(lambda parameter: parameter.to(dtype))
+        return self.map(lambda parameter: parameter.to(self.compute_dtype))
 
     def factors(self, hidden_states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of an input in ``compute_dtype`` and its weight, whose products add up to the logits.
-
-        Returns:
-            The hidden states and the weight, then the low-rank update's input and the adapter if there is one.
-        """
+        """Inputs in ``compute_dtype`` and weights, whose products add up to the logits; the adapter's come last."""
         hidden_states = hidden_states.to(self.compute_dtype)
         if self.adapter is None:
             return [(hidden_states, self.weight)]

@@ -20,12 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_ops import (
-    TokenStats,
-    linear_cross_entropy,
-    linear_divergence,
-    linear_log_probs,
-)
+from liger_ops import TokenStats, linear_cross_entropy, linear_divergence, linear_log_probs
 from liger_ops.backend import needs_graph, without_autocast
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES
 from lightning_liger.lazy.chunks import choose_tokens, normal, over_chunks
@@ -35,7 +30,7 @@ _NO_LABEL = -(2**62)
 """An ``ignore_index`` that is never a label: no token is ignored."""
 
 loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
-"""Whether heads return lazy logits without gradients too; see :func:`lazy_logits`."""
+"""Whether the caller is inside :func:`lazy_logits`."""
 
 
 @contextmanager
@@ -49,11 +44,6 @@ def lazy_logits(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         loss_wanted.reset(token)
-
-
-def is_loss_wanted() -> bool:
-    """Whether the caller is inside :func:`lazy_logits`."""
-    return loss_wanted.get()
 
 
 def materialize(logits: Tensor) -> Tensor:
@@ -111,8 +101,7 @@ class LazyLogits(LazyTensor):
         With gradients it is computed without the other values, and may differ from the materialized one by rounding.
         """
         if not self.is_differentiable:
-            result = self.over_chunks(lambda values, rows: values.gather(-1, rows), labels.unsqueeze(-1))
-            assert isinstance(result, Tensor)
+            result: Tensor = self.over_chunks(lambda values, rows: values.gather(-1, rows), labels.unsqueeze(-1))
             return result.squeeze(self.vocab_dim)
         if self.transform.normalized:
             return self._score(labels, "log_probs")
@@ -127,30 +116,17 @@ class LazyLogits(LazyTensor):
         """One score of every token, in the dtype of the logits."""
         # As for losses of single tokens: backward need not compute again what fits this budget.
         budget = MAX_CHUNK_BYTES if self.is_cuda and "chunk_bytes" not in self.head.options else 0
-        options = {"saved_logits_bytes": budget, **self.head.options}
-        scores = self._fused(
-            linear_log_probs,
-            labels,
-            outputs=(output,),
-            ignore_index=_NO_LABEL,
-            saved_logits_bytes=options["saved_logits_bytes"],
-        )
-        score: Tensor = getattr(scores, output)
+        saved = self.head.options.get("saved_logits_bytes", budget)
+        options = {"outputs": (output,), "ignore_index": _NO_LABEL, "saved_logits_bytes": saved}
+        score: Tensor = getattr(self._fused(linear_log_probs, labels, **options), output)
         return score.to(self.dtype)
 
     def over_chunks(self, function: Callable[..., Any], *token_tensors: Tensor) -> Any:
         """Applies ``function`` to the values of one chunk of tokens after the other, differentiably.
 
-        Backward computes each chunk's logits again. Chunks have the size of the head's ``chunk_bytes`` option.
-
-        Args:
-            function: Gets ``[chunk_size, vocab_size]`` and the same rows of ``token_tensors``, returns a tensor (or a
-                named tuple of them) whose first dimension is chunk_size and that has one more.
-            token_tensors: ``[..., any]``, with the same leading dimensions as :attr:`tokens`.
-
-        Returns:
-            The results of all chunks with the leading dimensions of :attr:`tokens`, and the last dimension where the
-            vocabulary is.
+        It gets ``[chunk_size, vocab_size]`` and the same rows of ``token_tensors``, whose leading dimensions are those
+        of :attr:`tokens`, and returns tensors ``[chunk_size, any]``: one, or a named tuple. The results of all chunks
+        have the leading dimensions of :attr:`tokens`, and the last dimension where the vocabulary is.
         """
         self.notice("a reduction over the vocabulary")
         tokens, num_tokens = self.tokens, self.expression.num_tokens
@@ -172,18 +148,13 @@ class LazyLogits(LazyTensor):
         label_smoothing: float = 0.0,
         return_stats: bool = False,
     ) -> Tensor | tuple[Tensor, TokenStats]:
-        """``F.cross_entropy`` of these logits over their vocabulary, fused.
+        """``F.cross_entropy`` of these logits over their vocabulary, fused: :func:`liger_ops.linear_cross_entropy`.
 
         Args:
             target: Class indices, int64, of the logits' shape without the vocabulary.
-            weight: Class weights, ``[vocab_size]``.
-            ignore_index: Label of tokens to leave out.
-            reduction: ``"none"``, ``"mean"`` or ``"sum"``.
-            label_smoothing: Between 0 and 1.
             return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
 
         Raises:
-            ValueError: As :func:`liger_ops.linear_cross_entropy`.
             RuntimeError: If the tensors that the logits are computed from were modified.
         """
         return self.fused_loss(
@@ -229,7 +200,8 @@ class LazyLogits(LazyTensor):
 
     def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         of_head = self._head_arguments("a fused loss")
-        own = {name: value for name, value in self.head.loss_options().items() if name in _parameters(function)}
+        own = {"vocab_shard": self.head.shard, **self.head.options}
+        own = {name: value for name, value in own.items() if name in _parameters(function)}
         given = {name: value for name, value in options.items() if value is not None}
         with without_autocast(self.device.type):  # the dtype was decided when the head was called
             return function(

@@ -8,6 +8,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
 from numbers import Real
@@ -22,7 +23,6 @@ from lightning_liger.lazy.table import implements
 from lightning_liger.lazy.tensor import NO_MEMORY
 
 Entry = Callable[..., Any]
-_REDUCTIONS = ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any")
 _MASKS = (torch.bool, torch.uint8)
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,9 +33,6 @@ def is_vocab(x: LazyLogits, dim: Any) -> bool:
         dim = dim[0]
     ndim = x.twin.ndim  # a plain tensor answers faster
     return isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim == x.vocab_dim % ndim
-
-
-# Values: scale, soft-cap, log-softmax, casts
 
 
 def _factor(x: LazyLogits, other: Any) -> float | None:
@@ -65,20 +62,16 @@ def _like(twin: Tensor, dtype: torch.dtype) -> Tensor:
     return twin.to(dtype, copy=True)
 
 
-def _scale(x: LazyLogits, other: Any, *, divide: bool) -> Any:
+def _scale(x: LazyLogits, other: Any, *, divide: bool = False) -> Any:
     value = _factor(x, other)
     if value is None or x.transform.normalized:
         return NotImplemented
     scale = x.transform.scale * (1.0 / value if divide else value)
-    if not math.isfinite(scale) or scale == 0:
-        return NotImplemented
-    dtype = torch.result_type(x.twin, other)
-    return _in_dtype(x, dtype, scale=scale)
+    is_usual = math.isfinite(scale) and scale != 0
+    return _in_dtype(x, torch.result_type(x.twin, other), scale=scale) if is_usual else NotImplemented
 
 
-@implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)
-def _multiply(x: LazyLogits, other: Any) -> Any:
-    return _scale(x, other, divide=False)
+implements("mul", "multiply", "__mul__", "__rmul__", commutative=True)(lambda x, other: _scale(x, other))
 
 
 @implements("div", "divide", "true_divide", "__truediv__", "__div__")
@@ -88,7 +81,7 @@ def _divide(x: LazyLogits, other: Any, *, rounding_mode: None = None) -> Any:
 
 @implements("add", "__add__", "__radd__", commutative=True)
 def _add(x: LazyLogits, other: Any) -> Any:
-    if x.transform != LogitTransform(x.twin.dtype) or not x.head.is_whole or not isinstance(other, Tensor):
+    if x.transform != LogitTransform(x.twin.dtype) or x.head.shard is not None or not isinstance(other, Tensor):
         return NotImplemented
     return _add_low_rank(x, other) if isinstance(other, LazyLogits) else _add_bias(x, other)
 
@@ -100,7 +93,7 @@ def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
     if other.head.bias is not None or other.head.adapter is not None or other.shape != x.twin.shape:
         return NotImplemented
     low_rank = other.tokens * other.transform.scale
-    if x.vocab_dim != -1 or not other.head.is_whole or low_rank.shape[-1] > x.hidden_states.shape[-1]:
+    if x.vocab_dim != -1 or other.head.shard is not None or low_rank.shape[-1] > x.hidden_states.shape[-1]:
         return NotImplemented
     dtype = torch.promote_types(x.twin.dtype, other.dtype)
     if dtype not in (x.twin.dtype, *_RECORDED_DTYPES):
@@ -111,7 +104,7 @@ def _add_low_rank(x: LazyLogits, other: LazyLogits) -> Any:
     return x.recorded(
         _like(x.twin, dtype) if x.twin.is_contiguous() else x.twin + other.twin,
         hidden_states=torch.cat((x.hidden_states, low_rank.to(x.hidden_states.dtype)), dim=-1),
-        head=x.head._replaced(adapter=adapters[0] if len(adapters) == 1 else torch.cat(adapters, dim=1)),
+        head=replace(x.head, adapter=adapters[0] if len(adapters) == 1 else torch.cat(adapters, dim=1)),
         transform=x.transform._replace(dtype=dtype),
     )
 
@@ -125,7 +118,7 @@ def _add_bias(x: LazyLogits, other: Tensor) -> Any:
     if other.dtype != x.twin.dtype or x.head.compute_dtype != x.twin.dtype or not x.is_local:
         return NotImplemented
     bias = other.reshape(-1)
-    head = x.head._replaced(bias=bias if x.head.bias is None else x.head.bias.to(x.twin.dtype) + bias)
+    head = replace(x.head, bias=bias if x.head.bias is None else x.head.bias.to(x.twin.dtype) + bias)
     return x.recorded(_like(x.twin, x.twin.dtype) if x.twin.is_contiguous() else x.twin + other.to("meta"), head=head)
 
 
@@ -172,11 +165,6 @@ def _to(x: LazyLogits, *args: Any, copy: bool = False, non_blocking: bool = Fals
     return _in_dtype(x, dtype) if copy else _cast(x, dtype)
 
 
-@implements("cpu")
-def _cpu(x: LazyLogits) -> Any:
-    return _to(x, "cpu")
-
-
 @implements("cuda")
 def _cuda(x: LazyLogits, device: Any = None, *, non_blocking: bool = False) -> Any:
     return _to(x, torch.cuda.current_device() if device is None else device) if x.is_cuda else NotImplemented
@@ -192,6 +180,9 @@ def _type(x: LazyLogits, dtype: torch.dtype | None = None) -> Any:
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 for _name, _dtype in _CASTS.items():
     implements(_name)(partial(_cast, dtype=_dtype))
+implements("cpu")(lambda x: _to(x, "cpu"))
+implements("detach", "data")(lambda x: x.of(x.expression.map(Tensor.detach), x.twin, x.expression))
+implements("real")(lambda x: x)
 
 
 @implements("dropout")
@@ -209,11 +200,6 @@ def _contiguous(x: LazyLogits, memory_format: torch.memory_format = torch.contig
     twin = x.twin
     result = twin.contiguous(memory_format=memory_format)
     return x if result is twin else x.recorded(result)
-
-
-@implements("detach", "data")
-def _detach(x: LazyLogits) -> Any:
-    return x.recorded(x.twin, hidden_states=x.hidden_states.detach(), head=x.head.map(Tensor.detach))
 
 
 # Layout: dimensions of the logits are dimensions of the hidden states
@@ -257,11 +243,6 @@ for _name in ("T", "H", "mT", "mH"):
     implements(_name)(partial(_follow, getattr(Tensor, _name).__get__))
 
 
-@implements("real")
-def _real(x: LazyLogits) -> Any:
-    return x
-
-
 @implements("index_select")
 def _index_select(x: LazyLogits, dim: int, index: Tensor) -> Any:
     if is_vocab(x, dim):
@@ -276,9 +257,7 @@ def _split(x: LazyLogits, split_size_or_sections: Any = None, dim: int = 0, *, s
     return _follow(torch.split, x, split_size_or_sections or split_size, dim)
 
 
-@implements("__iter__")
-def _iterate(x: LazyLogits) -> Any:
-    return iter(x.unbind(0))
+implements("__iter__")(lambda x: iter(x.unbind(0)))
 
 
 def _to_sizes(function: Entry, x: LazyLogits, *args: Any, shape: Any = None, size: Any = None) -> Any:
@@ -302,13 +281,10 @@ def _to_sizes(function: Entry, x: LazyLogits, *args: Any, shape: Any = None, siz
     return NotImplemented
 
 
-def _to_sizes_of(function: Entry, x: LazyLogits, other: Tensor) -> Any:
-    return _to_sizes(function, x, *other.shape)
-
-
-for _name, _name_of_other in (("view", "view_as"), ("reshape", "reshape_as")):
-    implements(_name)(partial(_to_sizes, getattr(Tensor, _name)))
-    implements(_name_of_other)(partial(_to_sizes_of, getattr(Tensor, _name)))
+for _function in (Tensor.view, Tensor.reshape):
+    implements(_function.__name__)(partial(_to_sizes, _function))
+implements("view_as")(lambda x, other: _to_sizes(Tensor.view, x, *other.shape))
+implements("reshape_as")(lambda x, other: _to_sizes(Tensor.reshape, x, *other.shape))
 
 
 @implements("__getitem__")
@@ -327,14 +303,12 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
     if gathers and after:  # dimensions may come out in another order
         return NotImplemented
     if isinstance(columns, Tensor) and gathers:
-        if not x.is_streamed:
-            return NotImplemented
         return _getitem_pairs(x, before, columns)
     if not isinstance(columns, slice) and not (isinstance(columns, Tensor) and columns.ndim == 1):
         return NotImplemented
     head = x.head
     if isinstance(columns, Tensor) or columns.indices(x.vocab_size) != (0, x.vocab_size, 1):
-        if x.transform.normalized or not head.is_whole:
+        if x.transform.normalized or head.shard is not None:
             return NotImplemented
         head = head.map(lambda parameter: parameter[columns])
     rows = (*before, slice(None), *after)
@@ -346,17 +320,12 @@ def _getitem(x: LazyLogits, index: Any) -> Any:
     )
 
 
-_PLAIN_ENTRIES = (slice, int, type(None), type(...), Tensor)
-
-
 def _index_entry(entry: Any) -> Any:
     """A tensor instead of a sequence or array, such as NumPy's; a number instead of an integer tensor of none."""
     if isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype not in _MASKS:
         return operator.index(entry)
-    if isinstance(entry, _PLAIN_ENTRIES):
-        return entry
     is_array = hasattr(entry, "__array__") and hasattr(entry, "__len__")
-    if not is_array and not isinstance(entry, list | tuple | range):
+    if isinstance(entry, Tensor) or not (is_array or isinstance(entry, list | tuple | range)):
         return entry
     return torch.as_tensor(entry) if len(entry) else torch.empty(0, dtype=torch.int64)
 
@@ -379,19 +348,13 @@ def _num_consumed(entry: Any) -> int:
 
 def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
     """``logits[rows, labels]``: the value of one label for each of the selected tokens."""
-    if not all(isinstance(entry, Tensor) and entry.dtype == torch.int64 for entry in (*tokens, labels)):
+    if not x.is_streamed or not all(
+        isinstance(each, Tensor) and each.dtype == torch.int64 for each in (*tokens, labels)
+    ):
         return NotImplemented
     indices = torch.broadcast_tensors(*(entry.to(x.device) for entry in (*tokens, labels)))
     labels = torch.where(indices[-1] < 0, indices[-1] + x.vocab_size, indices[-1])
     return x.same(hidden_states=x.hidden_states[tuple(indices[:-1])]).at_labels(labels)
-
-
-# Losses
-
-
-def _classes_are_vocab(x: LazyLogits, target: Tensor) -> bool:
-    """Whether the vocabulary is where PyTorch expects classes (dimension 1, or 0 of one token), with class indices."""
-    return target.dtype == torch.int64 and is_vocab(x, min(1, x.twin.ndim - 1)) and target.ndim == x.twin.ndim - 1
 
 
 @implements("cross_entropy")
@@ -405,23 +368,20 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if not _classes_are_vocab(x, target):
+    # PyTorch expects classes in dimension 1, or 0 of one token, and their indices.
+    ndim = x.twin.ndim
+    if not is_vocab(x, min(1, ndim - 1)) or target.ndim != ndim - 1 or target.dtype != torch.int64:
         return NotImplemented
     if size_average is not None or reduce is not None:  # the deprecated spelling
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
-    loss = x.cross_entropy(
-        target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
-    assert isinstance(loss, Tensor)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing}
+    loss: Any = x.cross_entropy(target, weight, ignore_index=ignore_index, **options)
     return loss.to(torch.promote_types(x.twin.dtype, torch.float32))  # a float64 head's logits may have been cast
 
 
 @implements("nll_loss")
 def _nll_loss(x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
-
-
-# Reductions over the vocabulary
 
 
 @implements("gather")
@@ -436,9 +396,7 @@ def _gather(x: LazyLogits, dim: int | None, index: Tensor, *, sparse_grad: bool 
     return x.over_chunks(lambda values, rows: values.gather(-1, rows), labels)
 
 
-@implements("take_along_dim")
-def _take_along_dim(x: LazyLogits, indices: Tensor, dim: int | None = None) -> Any:
-    return _gather(x, dim, indices)
+implements("take_along_dim")(lambda x, indices, dim=None: _gather(x, dim, indices))
 
 
 def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = False) -> Any:
@@ -452,7 +410,7 @@ def _reduce(function: Entry, x: LazyLogits, dim: Any = None, keepdim: bool = Fal
     return type(result)([part.squeeze(x.vocab_dim) for part in result])
 
 
-for _name in _REDUCTIONS:
+for _name in ("argmax", "argmin", "max", "min", "amax", "amin", "all", "any"):
     implements(_name)(partial(_reduce, getattr(torch, _name)))
 
 

@@ -33,16 +33,10 @@ from liger_ops.arguments import (
 )
 from liger_ops.divergence.divergence import divergence as divergence_of_logits
 from liger_ops.divergence.options import DivergenceOptions, check_tokens, num_common_columns
-from liger_ops.log_probs.scores import (
-    DIFFERENTIABLE,
-    OUTPUTS,
-    check_outputs,
-    check_temperature,
-    scores_reference,
-)
+from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS, check_outputs, check_temperature, scores_reference
 from liger_ops.log_probs.units import join_units
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
-from lightning_liger.lazy.chunks import Rows, choose_tokens, over_chunks, real_rows
+from lightning_liger.lazy.chunks import Rows, choose_tokens, over_chunks
 from lightning_liger.lazy.logits import LazyLogits
 
 TokenLoss = Callable[[TokenScores, Tensor], Tensor]
@@ -82,12 +76,18 @@ def token_scores(
         ValueError: For shapes, devices or options that do not fit, for labels out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
-    labels, options = _checked(
-        logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
-    )
-    lazy = _lazy(logits)
-    if lazy is None or _sees_log_softmax(lazy, outputs):
-        return _scores_of_rows(logits, labels, **options)
+    budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
+    options = {
+        "temperature": temperature,
+        "outputs": outputs,
+        "detach": detach,
+        "ignore_index": ignore_index,
+        **budgets,
+    }
+    labels, options = _checked(logits, labels, **options)
+    lazy = _fused(logits, outputs)
+    if lazy is None:
+        return _scores_of_rows(logits, labels, options)
     dtype = _dtype(logits)
     scores = lazy.fused_loss(linear_log_probs, labels, **options)
     return TokenScores(*(each.to(dtype) if each is not None and each.is_floating_point() else each for each in scores))
@@ -126,15 +126,20 @@ def token_loss(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
-    labels, options = _checked(
-        logits, labels, temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
-    )
+    budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
+    options = {
+        "temperature": temperature,
+        "outputs": outputs,
+        "detach": detach,
+        "ignore_index": ignore_index,
+        **budgets,
+    }
+    labels, options = _checked(logits, labels, **options)
     units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
-    lazy = _lazy(logits)
-    if lazy is not None and not _sees_log_softmax(lazy, outputs):
+    if (lazy := _fused(logits, outputs)) is not None:
         found: tuple[Tensor, TokenScores] = lazy.fused_loss(linear_token_loss, labels, loss, units=units, **options)
         return found
-    scores = _scores_of_rows(logits, labels, **options)
+    scores = _scores_of_rows(logits, labels, options)
     index = (labels.reshape(-1) != ignore_index).nonzero()[:, 0]
     kept = TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))
     total = loss(kept, index).sum()
@@ -165,27 +170,22 @@ def topk_log_probs(
         Float32, or float64 for float64 logits.
 
     Raises:
-        TypeError: For arguments of another type.
-        ValueError: For shapes, devices or options that do not fit, for ids out of range if they are on the CPU.
-        RuntimeError: If the tensors that lazy logits are computed from were modified.
+        TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
     ids, mask = _whole(ids), _whole(mask)
     check_logits("logits", logits)
     check_bool("renormalize", renormalize)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
-    check_same_device("logits", logits, ids=ids, mask=mask)
+    check_same_device("logits", logits, ids=ids)
     if not isinstance(ids, Tensor) or ids.dim() == 0:
         raise wrong_type("ids", "a tensor of shape [..., K]", ids)
     tokens = logits.shape[:-1]
     check_shape("ids", ids, (*tokens, ids.shape[-1]), "one row for each token")
     check_labels("ids", ids.clamp(min=-1), logits.shape[-1], -1)
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise wrong_type("mask", "a bool tensor or None", mask)
-        check_shape("mask", mask, tokens, "one for each token")
+    check_tokens(mask, None, logits, tokens, "logits")
     check_temperature(temperature, ids.new_zeros(tokens), -1)
     lazy = _lazy(logits)
-    if lazy is not None and lazy.head.is_whole and not isinstance(temperature, Tensor):
+    if lazy is not None and lazy.head.shard is None and not isinstance(temperature, Tensor):
         options = {"temperature": temperature, "renormalize": renormalize, "mask": mask, "chunk_bytes": chunk_bytes}
         log_probs: Tensor = lazy.fused_loss(linear_topk_log_probs, ids, **options)
         return log_probs.to(_dtype(logits))
@@ -231,9 +231,7 @@ def divergence(
         chunk_bytes: Budget for one chunk of logits. By default the option of the student's head.
 
     Raises:
-        TypeError: For arguments of another type.
-        ValueError: For shapes, devices or options that do not fit.
-        RuntimeError: If the tensors that lazy logits are computed from were modified.
+        TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
     mask, token_weight = _whole(mask), _whole(token_weight)
     check_logits("student_logits", student_logits)
@@ -266,60 +264,46 @@ def divergence(
     losses = over_chunks(of_chunk, sources, masks, chunk_size).view(tokens)
     weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
     weights = weights if mask is None else weights.where(mask, 0.0)
-    losses = losses * weights
-    if reduction == "none":
-        return losses
-    total = weights.sum()
-    return losses.sum() if reduction == "sum" else losses.sum() / total.where(total != 0, 1.0)
+    losses, total = losses * weights, weights.sum()
+    if reduction == "mean":
+        return losses.sum() / total.where(total != 0, 1.0)
+    return losses.sum() if reduction == "sum" else losses
 
 
 def _fit_one_op(student: LazyLogits, teacher: LazyLogits, vocab: str, kind: str) -> bool:
     """Whether one op takes both heads: every rank has them whole, or the same classes of both."""
     if kind in ("mse", "cosine") and (student.transform.normalized or teacher.transform.normalized):
         return False  # ops do not know a log-softmax, which divergences of logits see
-    shards = [each.head.loss_options().get("vocab_shard") for each in (student, teacher)]
-    return shards == [None, None] or (vocab == "equal" and shards[0] == shards[1])
+    shards = student.head.shard, teacher.head.shard
+    return shards == (None, None) or (vocab == "equal" and shards[0] == shards[1])
 
 
 def logit_rows(logits: Tensor) -> Rows:
     """Logits ``[..., vocab_size]``, lazy or materialized, as rows of tokens whose values are read in chunks."""
     lazy = _lazy(logits)
     if lazy is None:
-        return real_rows(_real(logits))
+        values = _real(logits)
+        return Rows(values.reshape(-1, values.shape[-1]), lambda rows: rows, values.requires_grad)
     lazy.notice("a function of logits")
     return lazy.expression.rows()
 
 
-def _checked(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float | Tensor,
-    outputs: Sequence[str],
-    detach: Sequence[str],
-    ignore_index: int,
-    saved_logits_bytes: int | None,
-    chunk_bytes: int | None,
-) -> tuple[Tensor, dict[str, Any]]:
+def _checked(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, dict[str, Any]]:
     """The labels and the options of :func:`token_scores`, names in the order of the scores; raises as that."""
-    labels = _whole(labels)
+    labels, temperature, ignore_index = _whole(labels), options["temperature"], options["ignore_index"]
     check_logits("logits", logits)
     check_same_device("logits", logits, labels=labels)
     check_shape("labels", labels, logits.shape[:-1], "that of the logits without the vocabulary")
     check_temperature(temperature, labels, ignore_index)
     check_integer("ignore_index", ignore_index)
-    check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
-    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    check_integer("saved_logits_bytes", options["saved_logits_bytes"], at_least=0, optional=True)
+    check_integer("chunk_bytes", options["chunk_bytes"], at_least=1, optional=True)
     check_labels("labels", labels, logits.shape[-1], ignore_index)
     if isinstance(temperature, Tensor):  # may be anything at ignored tokens
-        temperature = temperature.where(labels != ignore_index, 1.0)
-    return labels, {
-        "temperature": temperature,
-        "outputs": check_outputs("outputs", outputs, OUTPUTS, at_least=1),
-        "detach": check_outputs("detach", detach, DIFFERENTIABLE),
-        "ignore_index": ignore_index,
-        "saved_logits_bytes": saved_logits_bytes,
-        "chunk_bytes": chunk_bytes,
-    }
+        options["temperature"] = temperature.where(labels != ignore_index, 1.0)
+    options["outputs"] = check_outputs("outputs", options["outputs"], OUTPUTS, at_least=1)
+    options["detach"] = check_outputs("detach", options["detach"], DIFFERENTIABLE)
+    return labels, options
 
 
 def check_logits(name: str, logits: Tensor) -> None:
@@ -339,9 +323,11 @@ def _lazy(logits: Tensor) -> LazyLogits | None:
     return logits if isinstance(logits, LazyLogits) and not logits.is_foreign else None
 
 
-def _sees_log_softmax(logits: LazyLogits, outputs: Sequence[str]) -> bool:
-    """Whether a log-softmax of the logits, of which ops do not know, has an effect on one of the scores."""
-    return logits.transform.normalized and not {"lse", "mean_logit"}.isdisjoint(outputs)
+def _fused(logits: Tensor, outputs: Sequence[str]) -> LazyLogits | None:
+    """The logits if ops compute these scores of them: those that a log-softmax changes only where there is none."""
+    lazy = _lazy(logits)
+    sees_log_softmax = lazy is not None and lazy.transform.normalized and not {"lse", "mean_logit"}.isdisjoint(outputs)
+    return None if sees_log_softmax else lazy
 
 
 def _dtype(*logits: Tensor) -> torch.dtype:
@@ -374,27 +360,18 @@ def _chunk_size(logits: Tensor, chunk_bytes: int | None) -> int:
     return choose_tokens(*sizes, chunk_bytes, logits.device)
 
 
-def _scores_of_rows(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor,
-    outputs: tuple[str, ...],
-    detach: tuple[str, ...],
-    ignore_index: int,
-    chunk_bytes: int | None,
-    saved_logits_bytes: int | None = None,
-) -> TokenScores:
+def _scores_of_rows(logits: Tensor, labels: Tensor, options: dict[str, Any]) -> TokenScores:
     """:func:`token_scores` of logits of which chunks are read; ``saved_logits_bytes`` has no effect."""
+    temperature, outputs = options["temperature"], options["outputs"]
 
     def of_chunk(values: Tensor, labels: Tensor, *temperatures: Tensor) -> tuple[Tensor, ...]:
         z = _tempered(values, temperatures[0] if temperatures else temperature)
-        scores = scores_reference(z, labels[:, 0], ignore_index, outputs)
+        scores = scores_reference(z, labels[:, 0], options["ignore_index"], outputs)
         return tuple(score for score in scores if score is not None)
 
-    found = _over_chunks(of_chunk, logits, [labels, temperature], chunk_bytes)
+    found = _over_chunks(of_chunk, logits, [labels, temperature], options["chunk_bytes"])
     named = {name: score.view(labels.shape) for name, score in zip(outputs, found, strict=True)}
-    return TokenScores(**{name: score.detach() if name in detach else score for name, score in named.items()})
+    return TokenScores(**{k: score.detach() if k in options["detach"] else score for k, score in named.items()})
 
 
 def _over_chunks(

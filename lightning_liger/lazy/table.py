@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-PLAIN = frozenset(
-    (
-        *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
-        *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
-        *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__"),
-    )
-)
+PLAIN = {
+    *("size", "dim", "ndimension", "nelement", "numel", "stride", "storage_offset", "is_contiguous"),
+    *("element_size", "get_device", "dim_order", "has_names", "is_floating_point", "is_complex"),
+    *("is_signed", "is_conj", "is_neg", "is_inference", "__len__", "__hash__"),
+}
 """Functions that PyTorch answers without values."""
 
 NEED_NO_VALUES = {
@@ -24,38 +22,29 @@ NEED_NO_VALUES = {
 }
 """Functions that need no values of the arguments from this position on."""
 
-LIKE = frozenset(
-    (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
-    )
-)
+LIKE = {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
+}
 """Functions that make a tensor of the same layout or kind."""
 
-SHOWS_MEMORY = frozenset(
-    (
-        *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "to_dlpack"),
-        *("__cuda_array_interface__", "is_set_to"),
-    )
-)
+SHOWS_MEMORY = {
+    *("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "to_dlpack"),
+    *("__cuda_array_interface__", "is_set_to"),
+}
 
-VIEWS = frozenset(
-    (
-        *("__getitem__", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "flatten", "hsplit"),
-        *("moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split"),
-        *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
-        *("unsqueeze", "view", "view_as", "vsplit"),
-    )
-)
+VIEWS = {
+    *("__getitem__", "as_strided", "chunk", "detach", "diagonal", "dsplit", "expand", "flatten", "hsplit"),
+    *("moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split"),
+    *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
+    *("unsqueeze", "view", "view_as", "vsplit"),
+}
 """Functions that usually return a view; others are recognised by their result."""
 
-
-COMPARISONS = frozenset(
-    (
-        *("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal"),
-        *("eq", "ne", "not_equal", "equal"),
-    )
-)
+COMPARISONS = {
+    *("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal"),
+    *("eq", "ne", "not_equal", "equal"),
+}
 """Functions that tell values apart which differ by rounding only."""
 
 READS = frozenset(("gather", "take_along_dim", "__getitem__", "max", "min", "amax", "amin", "topk"))
@@ -63,16 +52,9 @@ READS = frozenset(("gather", "take_along_dim", "__getitem__", "max", "min", "ama
 
 
 class Operation(NamedTuple):
-    """How lazy tensors compute a function of PyTorch; see :func:`implements`.
-
-    Attributes:
-        function: The decorated function.
-        accepts: Whether its signature has as many positional arguments and these names of keyword arguments.
-        is_commutative: See :func:`implements`.
-    """
+    """How lazy tensors compute a function of PyTorch; see :func:`implements`."""
 
     function: Callable[..., Any]
-    accepts: Callable[..., bool]
     is_commutative: bool
 
 
@@ -82,27 +64,23 @@ operations: dict[str, Operation] = {}
 def implements(*names: str, commutative: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a function that computes PyTorch's functions, methods and properties of these names.
 
-    The decorated function gets the call's arguments, of which the first is lazy. It returns ``NotImplemented`` where it
-    needs the real values; a call with arguments that its signature does not have gets real values too.
-
-    Args:
-        names: As in ``torch`` and ``torch.Tensor``. An operator or in-place method (``mul_``) uses the function that
-            returns its result (``mul``).
-        commutative: Whether the lazy tensor may also be the second of two arguments, or both lazy; otherwise the first
-            argument is the only lazy one.
+    The decorated function gets the call's arguments, of which only the first is lazy; if it is commutative, the lazy
+    tensor may also be the second of two, or both. It returns ``NotImplemented`` where it needs the real values; a call
+    with arguments that its signature does not have gets real values too.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        accepts = functools.cache(functools.partial(_accepts, inspect.signature(function)))
-        operations.update(dict.fromkeys(names, Operation(function, accepts, commutative)))
+        operations.update(dict.fromkeys(names, Operation(function, commutative)))
         return function
 
     return register
 
 
-def _accepts(signature: inspect.Signature, num_positional: int, *keywords: str) -> bool:
+@functools.cache
+def accepts(function: Callable[..., Any], num_positional: int, *keywords: str) -> bool:
+    """Whether a signature has as many positional arguments and these names of keyword arguments."""
     try:
-        signature.bind(*(None,) * num_positional, **dict.fromkeys(keywords))
+        inspect.signature(function).bind(*(None,) * num_positional, **dict.fromkeys(keywords))
     except TypeError:
         return False
     return True

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,18 +41,11 @@ class LazyTensor(Tensor):
     """Whether the real tensor is a plain one, not a DTensor."""
     expression: Expression
     twin: Tensor
-    """That of the expression."""
     _real_values: Tensor | None
 
     @classmethod
     def of(cls, expression: Expression, twin: Tensor | None = None, parent: Expression | None = None) -> Self:
-        """The values of an expression.
-
-        Args:
-            expression: What it is computed from.
-            twin: A tensor on the meta device with its layout; contiguous by default.
-            parent: The expression of the tensor from which it was recorded, None for the output of a head.
-        """
+        """The values of an expression in the layout of ``twin``, contiguous by default; see :class:`Expression`."""
         if expression.requires_grad and not torch.is_grad_enabled():
             expression = expression.map(Tensor.detach)
         if twin is None:
@@ -61,13 +53,10 @@ class LazyTensor(Tensor):
         deferred: Any = _Deferred.apply
         lazy: Any = deferred(cls, expression, twin, *expression.tensors().values())
         lazy.expression, lazy.twin, lazy._real_values = expression, twin, None
-        lazy._enter(parent)
-        return lazy
-
-    def _enter(self, parent: Expression | None) -> None:
-        self.expression.enter(self, self.twin, parent)
+        expression.enter(lazy, twin, parent)
         if parent is None:
-            living().add(self.expression)
+            living().add(expression)
+        return lazy
 
     @property
     def is_foreign(self) -> bool:
@@ -75,20 +64,12 @@ class LazyTensor(Tensor):
         return not self.expression.requires_grad and self.requires_grad
 
     def recorded(self, twin: Tensor, **changes: Any) -> Self:
-        """The lazy result of an operation on this tensor.
-
-        Args:
-            twin: The operation's result for :attr:`twin`.
-            changes: What differs in the expression.
-        """
+        """The lazy result of an operation, given its result for :attr:`twin` and what changes in the expression."""
         return self.of(self.expression.changed(**changes), twin, self.expression)
 
     def same(self, **changes: Any) -> Self:
         """The same values (or, with other hidden states, such of other tokens), with no connection to this tensor."""
-        return self.with_expression(self.expression.changed(**changes))
-
-    def with_expression(self, expression: Expression) -> Self:
-        """As :meth:`same`, computed by another expression."""
+        expression = self.expression.changed(**changes)
         return self.of(expression, self.twin if expression.shape == self.shape else None)
 
     def notice(self, operation: str) -> None:
@@ -125,9 +106,8 @@ class LazyTensor(Tensor):
         The Python objects stay the same and are real tensors afterwards: aliases share memory, and gradients pass from
         one to the other as the recorded operations say.
 
-        Raises:
-            RuntimeError: If an object cannot be exchanged because other code refers to its C++ tensor or weakly to it,
-                or its values can no longer be computed. All are lazy as before.
+        Raises a RuntimeError, and all are lazy as before, if an object cannot be exchanged because other code refers
+        weakly to it or to its C++ tensor, or if its values can no longer be computed.
         """
         lazy = {expression: expression.tensor() for expression in self.expression.alive()}
         try:
@@ -193,7 +173,7 @@ class LazyTensor(Tensor):
 def exchange(lazy: LazyTensor, other: Tensor) -> None:
     """Swaps the contents of two objects; raises a RuntimeError where other code refers to a C++ tensor of them."""
     pair = lazy, other
-    _refer(pair, lambda tensor: _nothing)  # weak references prevent the exchange
+    _refer(pair, lambda tensor: lambda: None)  # weak references prevent the exchange
     try:
         Tensor.__torch_function__(swap_tensors, (), pair)
     finally:
@@ -204,10 +184,6 @@ def _refer(tensors: tuple[Tensor, ...], reference: Callable[[Tensor], Any]) -> N
     for tensor in tensors:
         if isinstance(tensor, LazyTensor):
             tensor.expression.tensor = reference(tensor)
-
-
-def _nothing() -> None:
-    return None
 
 
 class _Deferred(torch.autograd.Function):
@@ -257,11 +233,7 @@ class _PassedOn(torch.autograd.Function):
         return gradient, None
 
 
-# Calls of PyTorch's functions
-
-
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of arguments that contain lazy tensors."""
     name, is_plain = table.name_of(func)
     if is_plain:
         return Tensor.__torch_function__(func, (), args, kwargs)
@@ -319,11 +291,12 @@ def _computed(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
 def _registered(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The registered function's result, or ``NotImplemented`` where it does not cover the call."""
     lazy_arguments = _lazy_in((args, kwargs))
-    if not isinstance(args[0], LazyTensor) or not operation.accepts(len(args), *kwargs):
-        return NotImplemented
-    if len(lazy_arguments) > 1 and not operation.is_commutative:
-        return NotImplemented
-    if any(lazy.is_foreign for lazy in lazy_arguments):
+    fits = isinstance(args[0], LazyTensor) and (len(lazy_arguments) == 1 or operation.is_commutative)
+    if (
+        not fits
+        or not table.accepts(operation.function, len(args), *kwargs)
+        or any(lazy.is_foreign for lazy in lazy_arguments)
+    ):
         return NotImplemented
     for lazy in lazy_arguments:
         lazy.expression.check(name)
@@ -336,22 +309,13 @@ def _noted(result: Any, first: Any, name: str, replay: Callable[[Tensor], Any]) 
     for position, part in enumerate(parts if isinstance(first, LazyTensor) else ()):
         if isinstance(part, LazyTensor):
             if part.expression.parent is first.expression:
-                part.expression.replay = replay if part is result else partial(_replayed_part, replay, position)
+                part.expression.replay = replay if part is result else lambda real, at=position: replay(real)[at]
         elif name in table.READS and type(part) is Tensor:
             if part.requires_grad:
                 first.expression.root.rounded_by = name
             else:
                 vars(part)["liger_exact"] = version(part)
     return result
-
-
-def _is_exact(tensor: Tensor) -> bool:
-    """Whether values were read from lazy logits without gradients, and not changed since."""
-    return getattr(tensor, "liger_exact", None) == version(tensor)
-
-
-def _replayed_part(replay: Callable[[Tensor], Any], position: int, real: Tensor) -> Any:
-    return replay(real)[position]
 
 
 def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -367,7 +331,8 @@ def _done_in_place(operation: table.Operation, name: str, args: tuple[Any, ...],
             exchange(first, result)
         except RuntimeError:
             return False
-        first._enter(None)
+        first.expression.enter(first, first.twin, None)
+        living().add(first.expression)
         first.expression.bypass(name)
     return True
 
@@ -406,7 +371,9 @@ def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     """A comparison, which has no gradient, of values as they are without gradients."""
     lazy_arguments = _lazy_in((args, kwargs))
     others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
-    if any(not isinstance(other, LazyTensor) and other.ndim > 0 and not _is_exact(other) for other in others):
+    others = (each for each in others if not isinstance(each, LazyTensor) and each.ndim > 0)
+    # Values that were read without gradients, and not changed since, are exact.
+    if any(getattr(other, "liger_exact", None) != version(other) for other in others):
         for read in filter(None, (lazy.expression.root.rounded_by for lazy in lazy_arguments)):
             raise RuntimeError(
                 f"{name} compares an LM head's lazy output with a tensor, after {read} read values of it with"
@@ -417,9 +384,6 @@ def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
         lazy_arguments[0]._warn(name)
     with torch.no_grad():
         return _read(func, name, args, kwargs)
-
-
-# Gradients of lazy tensors themselves
 
 
 def _watch(func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
@@ -444,7 +408,6 @@ class _Handles(tuple[RemovableHandle, ...]):
 
 
 def _gradient(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad``."""
     for lazy in _lazy_in(inputs):
         if isinstance(lazy, LazyTensor):  # not yet real with another one
             _become_watched(lazy, "torch.autograd.grad")
@@ -458,9 +421,6 @@ def _become_watched(lazy: LazyTensor, name: str) -> None:
     lazy.become_real(name)
     for expression in expressions:
         expression.watched_by = name
-
-
-# Below autograd
 
 
 def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -479,14 +439,9 @@ def _call_below_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             " lightning_liger.materialize(logits) before"
         )
 
-    def values(lazy: LazyTensor) -> Tensor:
-        return lazy.real_values(str(func)).detach()
-
     with torch.no_grad():
-        return func(*_replaced(args, values), **_replaced(kwargs, values))
-
-
-# Trees of arguments
+        args, kwargs = _replaced((args, kwargs), lambda lazy: lazy.real_values(str(func)).detach())
+        return func(*args, **kwargs)
 
 
 def _lazy_in(tree: Any) -> list[LazyTensor]:

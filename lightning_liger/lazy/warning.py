@@ -12,10 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 import liger_ops
 
 _warned_operations: set[tuple[str, str]] = set()
-_ALTERNATIVES = {
-    "exp": "lightning_liger.token_scores(logits, labels, outputs=('log_probs', 'entropy'))",
-    "kl_div": "lightning_liger.divergence(student_logits, teacher_logits)",
-}
+_SCORES = "lightning_liger.token_scores(logits, labels, outputs=('log_probs', 'entropy'))"
+_DIVERGENCE = "lightning_liger.divergence(student_logits, teacher_logits)"
 _OWN_FILES = (torch.__file__, liger_ops.__file__, str(Path(__file__).parent))
 _OWN_FOLDERS = tuple(f"{Path(file).parent}/" for file in _OWN_FILES)
 
@@ -28,7 +26,7 @@ def warn_materialized(operation: str, shape: torch.Size, dtype: torch.dtype) -> 
         rank_zero_warn(
             f"{operation} on an LM head's output ({line}) materializes the logits: {_size(shape, dtype)} GiB. The"
             " result is right, but the loss is not fused. Losses of log-probabilities, entropies and divergences are"
-            f" fused with {_ALTERNATIVES.get(operation, _ALTERNATIVES['exp'])} instead."
+            f" fused with {_DIVERGENCE if operation == 'kl_div' else _SCORES} instead."
         )
 
 

@@ -28,20 +28,11 @@ _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
 _EXPECTED = f"'auto', 'none', a name, or a list or dict of names out of {list(KERNELS)}"
 _LOSS_WANTED = "liger_loss_wanted"
 _ALREADY = "already replaced"
-_MAX_REASONS = 3
-_REASON_WIDTH = 120
+_Decision = tuple[PatchEntry, Replacement | None]
 
 
 def check_kernels(kernels: KernelChoice) -> dict[str, dict[str, Any]]:
-    """The kernels that a choice stands for, with their options.
-
-    Args:
-        kernels: See :func:`apply_liger_kernels`.
-
-    Raises:
-        TypeError: For a value of another type.
-        ValueError: For an unknown name or option, listing the known ones.
-    """
+    """The kernels that a choice stands for, with their options; raises as :func:`apply_liger_kernels`."""
     named = _named(kernels)
     unknown = [name for name in named if name not in KERNELS]
     if unknown:
@@ -130,19 +121,16 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
 
 def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: PatchReport) -> None:
     reasons = [
-        f"{entry.count} {entry.structure}: {textwrap.shorten(entry.reason, _REASON_WIDTH, placeholder=' ...')}"
+        f"{entry.count} {entry.structure}: {textwrap.shorten(entry.reason, 120, placeholder=' ...')}"
         for entry in report.entries
     ]
-    if len(reasons) > _MAX_REASONS:
-        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more reasons in the report"]
+    if len(reasons) > 3:
+        reasons[3:] = [f"and {len(reasons) - 3} more reasons in the report"]
     why = "; ".join(reasons) or "no module looks like a norm, rotary embedding, gated MLP or LM head of these kernels"
     rank_zero_warn(
         f"lightning-liger: kernels={kernels!r} replaced nothing in {type(model).__name__} ({why})."
         " The model runs without fused kernels; choose kernels='none' if that is intended."
     )
-
-
-_Decision = tuple[PatchEntry, Replacement | None]
 
 
 def _plan(
@@ -176,12 +164,16 @@ def _decide(
 ) -> _Decision | None:
     """The first candidate that is verified against a module, or why there is none; None without chosen candidates."""
     structure, kernel, reason = type(module).__name__, rule.kernels[0], ""
+    allowed: list[Replacement] = []
     if isinstance(candidates, str):
-        return PatchEntry(structure, kernel, 1, None, reason=candidates), None
-    if "forward" in vars(module):  # which would hide the replacement's
+        reason = candidates
+    elif "forward" in vars(module):  # which would hide the replacement's
         reason = "this instance overrides forward, as accelerate's hooks do"
-        return PatchEntry(structure, kernel, 1, None, reason=reason), None
-    allowed = [candidate for candidate in candidates if candidate.kernel in chosen]
+    else:
+        allowed = [candidate for candidate in candidates if candidate.kernel in chosen]
+        if not allowed:
+            return None
+        kernel = allowed[0].kernel
     for candidate in allowed:
         try:
             with trial():
@@ -190,7 +182,7 @@ def _decide(
             reason = reason or f"{candidate.description} is not the same: {failure}"
         else:
             return PatchEntry(structure, candidate.kernel, 1, candidate.description, error), candidate
-    return (PatchEntry(structure, allowed[0].kernel, 1, None, reason=reason), None) if allowed else None
+    return PatchEntry(structure, kernel, 1, None, reason=reason), None
 
 
 def _merged(entries: Iterable[PatchEntry]) -> list[PatchEntry]:

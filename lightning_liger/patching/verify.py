@@ -30,10 +30,7 @@ _DEVICE_MESSAGE = re.compile(
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Raises :class:`Rejected` for errors in the block that come from the structure of the module that is tried.
-
-    Errors of the device, such as too little memory, say nothing about the module: they pass, with all others.
-    """
+    """Raises :class:`Rejected` for errors that come from the module that is tried; others, as of the device, pass."""
     try:
         yield
     except Mismatch:
@@ -49,15 +46,9 @@ def compare(
     replacement: Callable[[], Tensor | Sequence[Tensor]],
     differentiate: Iterable[Tensor],
 ) -> float:
-    """Runs both and returns the largest difference of outputs and gradients, relative to the largest value.
+    """Runs both; returns the largest difference of outputs and gradients of some leaves, relative to the largest value.
 
-    Args:
-        original: Computes the original's output or outputs.
-        replacement: Computes the replacement's.
-        differentiate: The leaf tensors whose gradients are compared.
-
-    Raises:
-        Mismatch: If a shape, a dtype or a value differs by more than rounding.
+    Raises a :class:`Mismatch` if a shape, a dtype or a value differs by more than rounding.
     """
     leaves = list(differentiate)
     expected, actual = _run(original, leaves), _run(replacement, leaves)
@@ -83,11 +74,9 @@ def _run(function: Callable[[], Tensor | Sequence[Tensor]], leaves: list[Tensor]
     with torch.random.fork_rng(devices), torch.enable_grad():
         outputs = function()
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        # A different weight for each element, so that a wrong order of elements is detected.
-        loss = torch.stack([(output.double() * _weights(output)).sum() for output in outputs]).sum()
-        gradients = torch.autograd.grad(loss, leaves)
+        losses = []
+        for each in outputs:  # a different weight for each element, so that a wrong order of elements is detected
+            weights = torch.linspace(-1.0, 1.0, each.numel(), dtype=torch.float64, device=each.device)
+            losses.append((each.double() * weights.view(each.shape)).sum())
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), leaves)
     return [*(output.detach() for output in outputs), *gradients]
-
-
-def _weights(output: Tensor) -> Tensor:
-    return torch.linspace(-1.0, 1.0, output.numel(), dtype=torch.float64, device=output.device).view(output.shape)

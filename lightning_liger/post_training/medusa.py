@@ -189,7 +189,7 @@ def _checked(logits: Tensor, with_gradient: bool) -> LazyLogits:
             " returned real logits: use a liger strategy, LigerCallback or apply_liger_kernels, with"
             " 'linear_cross_entropy' among the kernels"
         )
-    if isinstance(logits, DistributedLazyLogits) and not logits.head.is_whole and with_gradient:
+    if isinstance(logits, DistributedLazyLogits) and logits.head.shard is not None and with_gradient:
         raise RuntimeError(
             "medusa_only_heads must be True with tensor_parallel_size above 1, got False: the gradients of whole heads"
             " do not fit hidden states whose gradients are summed over ranks"

@@ -41,11 +41,7 @@ class Replacement(ABC):
 
     @abstractmethod
     def verify(self, module: nn.Module) -> float:
-        """The replacement's error relative to ``module``, in outputs and gradients.
-
-        Raises:
-            Mismatch: If the two differ by more than rounding.
-        """
+        """The replacement's error relative to ``module``, in outputs and gradients; raises a ``Mismatch``."""
 
     def patched_class(self, original: type[nn.Module]) -> type[nn.Module]:
         """The subclass of ``original`` that becomes the module's class."""
@@ -94,11 +90,11 @@ def settings_of(module: nn.Module) -> Hashable:
 
 def takes_one_tensor(module: nn.Module) -> bool:
     """Whether ``module(x)`` is a complete call."""
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    return bool(parameters) and all(
-        parameter.default is not parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        for parameter in parameters[1:]
-    )
+    try:
+        inspect.signature(module.forward).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def forward_of_one_tensor(
@@ -138,14 +134,18 @@ def probe_of(module: nn.Module, **replaced: Any) -> Any:
     probe = probe_class.__new__(probe_class)
     nn.Module.__init__(probe)
     vars(probe).update({name: value for name, value in vars(module).items() if name not in vars(probe)})
-    # named_children() would leave out the second name of a child that has two.
-    for name, child in module.named_modules(remove_duplicate=False):
-        if name and "." not in name and name not in replaced:
+    for name, child in children_of(module).items():
+        if name not in replaced:
             probe.add_module(name, probe_of(child))
     for name, value in replaced.items():
         setattr(probe, name, value)
     probe_class.__getattr__ = find
     return probe
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """By all names: ``named_children()`` leaves out the second name of a child that has two."""
+    return {name: child for name, child in module.named_modules(remove_duplicate=False) if name and "." not in name}
 
 
 def own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
@@ -154,14 +154,10 @@ def own_dtype(module: nn.Module, default: torch.dtype = torch.float32) -> torch.
 
 
 class Randoms:
-    """Random tensors that require a gradient, the same in every run; the global random state does not change.
-
-    Args:
-        module: They are on the device of its parameters, on the CPU if it has none yet.
-    """
+    """Random tensors that require a gradient, the same in every run, on the device of a module's parameters."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        # A module that was wrapped in FSDP before has no parameters: the wrapper has them.
+        # On the CPU if there are none yet. Those of a module that was wrapped in FSDP before are the wrapper's.
         parameter = None if module is None else next(module.parameters(), None)
         self.device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
         self.generator = torch.Generator().manual_seed(0)

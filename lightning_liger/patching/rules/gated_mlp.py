@@ -24,6 +24,7 @@ from lightning_liger.patching.rules.base import (
     Randoms,
     Replacement,
     Rule,
+    children_of,
     forward_of_one_tensor,
     own_dtype,
     probe_of,
@@ -62,23 +63,13 @@ class _GatedReplacement(Replacement):
 
 @dataclass(frozen=True)
 class MLPReplacement(_GatedReplacement):
-    """``down(activation(gate(x)) * up(x))``, with a dropout before or after ``down``, both or none.
+    """``down(activation(gate(x)) * up(x))``, with a dropout before or after ``down``, both or none."""
 
-    Attributes:
-        gate: Name of the gate projection; of the packed projection if ``up`` is None.
-        up: Name of the up projection, or None.
-        down: Name of the down projection.
-        activation: A key of ``_GATES``, or ``"relu_squared"`` without a second factor.
-        up_first: Whether the gate is the second half of a packed projection.
-        inner_dropout: Name of the dropout before ``down``, or None.
-        outer_dropout: Name of the dropout after it, or None.
-    """
-
-    gate: str
+    gate: str  # name of the child; the packed projection if ``up`` is None
     up: str | None
     down: str
-    activation: str
-    up_first: bool = False
+    activation: str  # a key of ``_GATES``, or "relu_squared" without a second factor
+    up_first: bool = False  # whether the gate is the second half of a packed projection
     inner_dropout: str | None = None
     outer_dropout: str | None = None
 
@@ -99,31 +90,21 @@ class MLPReplacement(_GatedReplacement):
         return self._compute(module, x) if sizes is None else run_in_tiles(self._compute, module, x, width=sizes[0])
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
-        if self.up is not None:
-            hidden = _GATES[self.activation](getattr(module, self.gate)(x), getattr(module, self.up)(x))
-        elif self.activation == "relu_squared":
-            hidden = relu_squared(getattr(module, self.gate)(x))
-        elif self.up_first:
+        unit = _GATES.get(self.activation, relu_squared)
+        if self.up_first:
             up, gate = getattr(module, self.gate)(x).chunk(2, dim=-1)
-            hidden = _GATES[self.activation](gate, up)
+            hidden = unit(gate, up)
         else:
-            hidden = _GATES[self.activation](getattr(module, self.gate)(x))
-        if self.inner_dropout is not None:
-            hidden = getattr(module, self.inner_dropout)(hidden)
-        output = getattr(module, self.down)(hidden)
-        return output if self.outer_dropout is None else getattr(module, self.outer_dropout)(output)
+            hidden = unit(*(getattr(module, name)(x) for name in (self.gate, self.up) if name is not None))
+        for name in (self.inner_dropout, self.down, self.outer_dropout):
+            hidden = hidden if name is None else getattr(module, name)(hidden)
+        return hidden
 
     def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
         random, own = Randoms(module), own_dtype(module)
-        children = module.named_modules(remove_duplicate=False)
-        probe = probe_of(
-            module,
-            **{
-                name: _stand_in(child, dtype or own_dtype(child, own), random)
-                for name, child in children
-                if name and "." not in name
-            },
-        )
+        children = children_of(module).items()
+        stand_ins = {name: _stand_in(child, dtype or own_dtype(child, own), random) for name, child in children}
+        probe = probe_of(module, **stand_ins)
         width = getattr(probe, self.gate).in_features
         x = random(1, NUM_PROBE_TOKENS, width, dtype=dtype or own, scale=size)
         return compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
@@ -194,11 +175,10 @@ class MLPRule(Rule):
         if not is_simple and not activations:
             return None
         dropouts = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
-        return [
-            replace(candidate, inner_dropout=inner, outer_dropout=outer)
-            for candidate in _mlps(sizes, activations)
-            for inner, outer in _places(dropouts)
-        ] or None
+        # What may be before and after the down projection; the most common first.
+        places = dict.fromkeys(itertools.permutations([*dropouts, None, None], 2))
+        pairs = itertools.product(_mlps(sizes, activations), places)
+        return [replace(mlp, inner_dropout=inner, outer_dropout=outer) for mlp, (inner, outer) in pairs] or None
 
     def signature(self, module: nn.Module) -> Hashable:
         children = module.named_children()
@@ -222,13 +202,6 @@ def _activations(module: nn.Module) -> list[Tensor]:
             if isinstance(y, Tensor) and y.shape == _INPUTS.shape:
                 values.append(y)
     return values
-
-
-def _places(dropouts: list[str]) -> list[tuple[str | None, str | None]]:
-    """What may be before and after the down projection; the most common first."""
-    places: list[tuple[str | None, str | None]] = [*itertools.permutations(dropouts, 2)]
-    places += [place for name in dropouts for place in ((name, None), (None, name))]
-    return [*places, (None, None)]
 
 
 def _mlps(sizes: dict[str, tuple[int, int]], activations: list[Tensor]) -> Iterator[MLPReplacement]:

@@ -13,30 +13,26 @@ from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
-from lightning_liger.lazy.logits import LazyLogits, is_loss_wanted
+from lightning_liger.lazy.logits import LazyLogits, loss_wanted
 from lightning_liger.lazy.steps import living
 from lightning_liger.patching.rules.base import Replacement, Rule
 
 
 @dataclass(frozen=True)
 class HeadReplacement(Replacement):
-    """A linear layer that returns :class:`LazyLogits` with gradients enabled or inside ``lazy_logits()``.
+    """A linear layer that returns :class:`LazyLogits` with gradients enabled or inside ``lazy_logits()``."""
 
-    Attributes:
-        options: Names and values of the fused loss's options.
-    """
-
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # names and values of the fused loss's
     kernel = "linear_cross_entropy"
     description = "LazyLogits, linear_cross_entropy"
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        options = MappingProxyType(dict(self.options))
+        options = dict(self.options)
         living()  # a step whose closure makes the first lazy logits is one already
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-            wanted = differentiable or is_loss_wanted()
+            wanted = differentiable or loss_wanted.get()
             # Transforms of torch.func differentiate what the head computes.
             if not wanted or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)
@@ -46,7 +42,9 @@ class HeadReplacement(Replacement):
                 # A forward set on the instance, as by transformers' tensor parallelism, takes tensors only.
                 logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
                 return original.forward(self, input) if logits is None else logits
-            head = HeadParameters(self.weight, self.bias, dtype, counters, options)
+            head = HeadParameters(
+                weight=self.weight, bias=self.bias, compute_dtype=dtype, counters=counters, options=options
+            )
             return LazyLogits.of(Expression(input, head, LogitTransform(dtype)))
 
         return {"forward": forward}

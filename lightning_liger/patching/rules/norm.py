@@ -10,14 +10,7 @@ from torch import Tensor, nn
 
 from liger_ops import layer_norm, rms_norm
 from liger_ops.norm.rms_norm import Casting
-from lightning_liger.patching.rules.base import (
-    Randoms,
-    Replacement,
-    Rule,
-    forward_of_one_tensor,
-    own_dtype,
-    probe_of,
-)
+from lightning_liger.patching.rules.base import Randoms, Replacement, Rule, forward_of_one_tensor, own_dtype, probe_of
 from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 
 _LARGEST_EPS = 1e-2
@@ -27,21 +20,13 @@ _WIDTH_OF_WEIGHTLESS = 37  # a prime: a norm of groups rejects it
 
 @dataclass(frozen=True)
 class NormReplacement(Replacement):
-    """``x / rms(x) * (offset + weight)``, or ``(x - mean(x)) / std(x) * (offset + weight) + bias``.
+    """``x / rms(x) * (offset + weight)``, or ``(x - mean(x)) / std(x) * (offset + weight) + bias``."""
 
-    Attributes:
-        eps: The name of the module's attribute, or the value if it has none.
-        weight: The name of the weight parameter, or None.
-        bias: The name of the bias parameter, or None.
-        offset: Added to the weight.
-        casting: Of :func:`liger_ops.rms_norm`, None for :func:`liger_ops.layer_norm`.
-    """
-
-    eps: str | float
-    weight: str | None
+    eps: str | float  # the name of the module's attribute, or the value if it has none
+    weight: str | None  # the name of the parameter
     bias: str | None
     offset: float
-    casting: Casting | None
+    casting: Casting | None  # of rms_norm, None for layer_norm
 
     @property
     def kernel(self) -> str:
@@ -54,7 +39,6 @@ class NormReplacement(Replacement):
         return self.kernel + (f" ({', '.join(details)})" if details else "")
 
     def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The fused forward of ``module``."""
         weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
         eps: Any = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         shape = x.shape[-1:] if weight is None else weight.shape
@@ -136,7 +120,6 @@ _RMS_NORMS: tuple[tuple[float, Casting], ...] = (
 
 
 def _norms(eps: Sequence[str | float], weight: str | None, bias: str | None) -> Iterator[Replacement]:
-    """All norms of these parameters, the most common first."""
     offsets = (0.0,) if weight is None else (0.0, 1.0)
     for each in eps:
         if bias is None:

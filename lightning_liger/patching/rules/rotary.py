@@ -34,27 +34,16 @@ _PROBE_DIM = 16
 
 @dataclass(frozen=True)
 class RotaryForm:
-    """The form of rotation that a function computes.
+    """The form of rotation that a function computes."""
 
-    Attributes:
-        tensors: Names of the parameters that are rotated: queries and keys, or one tensor.
-        tables: The layout of cos and sin, a key of ``_TABLES``.
-        interleaved: Whether pairs are neighbouring columns.
-        heads_dim: The dimension of heads if the call has no ``unsqueeze_dim``.
-        reverse: Whether the rotation is by minus the angle.
-        parts: Whether the two columns of a pair are in different halves of the output.
-        keep_dtype: Whether outputs have their input's dtype, whatever the dtype of cos and sin.
-        partial: Whether cos and sin may have fewer columns than the rotated tensors, whose last columns then stay.
-    """
-
-    tensors: tuple[str, ...]
-    tables: str
-    interleaved: bool
-    heads_dim: int
-    reverse: bool
-    parts: bool
-    keep_dtype: bool
-    partial: bool = False
+    tensors: tuple[str, ...]  # names of the parameters that are rotated: queries and keys, or one tensor
+    tables: str  # the layout of cos and sin, a key of ``_TABLES``
+    interleaved: bool  # whether pairs are neighbouring columns
+    heads_dim: int  # if the call has no ``unsqueeze_dim``
+    reverse: bool  # whether the rotation is by minus the angle
+    parts: bool  # whether the two columns of a pair are in different halves of the output
+    keep_dtype: bool  # whether outputs have their input's dtype, whatever the dtype of cos and sin
+    partial: bool = False  # whether cos and sin may have fewer columns than the tensors, whose last ones then stay
 
     def covers(self, arguments: dict[str, Any]) -> bool:
         """Whether :func:`liger_ops.apply_rotary` computes this call."""
@@ -86,15 +75,9 @@ class RotaryForm:
         first = arguments[self.tensors[0]]
         second = arguments[self.tensors[1]] if len(self.tensors) == 2 else first.narrow(heads_dim, 0, 0)
         cos, sin = lay_out(arguments["cos"]), lay_out(arguments["sin"])
-        first, second = apply_rotary(
-            first,
-            second,
-            cos,
-            -sin if self.reverse else sin,
-            heads_dim=heads_dim,
-            interleaved=self.interleaved,
-            keep_dtype=self.keep_dtype,
-        )
+        sin = -sin if self.reverse else sin
+        flags: dict[str, Any] = {"interleaved": self.interleaved, "keep_dtype": self.keep_dtype}
+        first, second = apply_rotary(first, second, cos, sin, heads_dim=heads_dim, **flags)
         if self.parts:
             first, second = _part(first, cos.shape[-1]), _part(second, cos.shape[-1])
         return (first, second) if len(self.tensors) == 2 else first
@@ -169,9 +152,7 @@ def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]
     """``function``, fused for the calls that :func:`liger_ops.apply_rotary` can compute."""
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)
-    defaults = {
-        name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty
-    }
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -188,13 +169,9 @@ def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]
 
 @dataclass(frozen=True)
 class RotaryReplacement(Replacement):
-    """Copies of methods that call fused rotary functions.
+    """Copies of methods that call fused rotary functions."""
 
-    Attributes:
-        forms: The name of each rotary function and its form.
-    """
-
-    forms: tuple[tuple[str, RotaryForm], ...]
+    forms: tuple[tuple[str, RotaryForm], ...]  # with the names of the functions
     kernel = "rope"
 
     @property

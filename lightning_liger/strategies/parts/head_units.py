@@ -1,6 +1,7 @@
 """Checks of which FSDP units hold the LM head and the embeddings tied to it."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,4 +98,4 @@ def _detach_frozen(parameters: dict[str, Tensor], head: Module, args: Any, outpu
         return output
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     detached = {name: getattr(output.head, name).detach() for name in frozen}
-    return output.same(head=output.head._replaced(**detached))
+    return output.same(head=replace(output.head, **detached))

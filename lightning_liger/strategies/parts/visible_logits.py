@@ -37,7 +37,7 @@ class Exposure:
     def _connected(self, logits: LazyLogits) -> LazyLogits:
         """The logits with tensors that the engine may watch or replace."""
         if self.shows_head:
-            return logits.with_expression(logits.expression.map(lambda tensor: tensor.view_as(tensor)))
+            return logits.of(logits.expression.map(lambda tensor: tensor.view_as(tensor)), logits.twin)
         return logits.same(hidden_states=_Connected.apply(*logits.expression.tensors().values()))
 
     def _tensors(self, logits: LazyLogits) -> list[Tensor]:
@@ -45,7 +45,7 @@ class Exposure:
 
     def _with_tensors(self, logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
         if self.shows_head:
-            return logits.with_expression(logits.expression.with_tensors(tensors))
+            return logits.of(logits.expression.with_tensors(tensors), logits.twin)
         return logits.same(hidden_states=tensors[0])
 
     def show(self, module: Module, args: Any, output: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_liger import LazyLogits, LigerCallback
-from lightning_liger.lazy.logits import is_loss_wanted
+from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -108,7 +108,7 @@ def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(tmp_pat
     trainer.test(module, make_loader(1, 1), verbose=False)
     trainer.predict(module, make_loader(1, 1))
     assert module.kinds == {"train": LazyLogits, "val": LazyLogits, "test": LazyLogits, "predict": torch.Tensor}
-    assert not is_loss_wanted()
+    assert not loss_wanted.get()
 
 
 def test_lazy_logits_end_with_a_failing_validation_step(tmp_path):
@@ -118,4 +118,4 @@ def test_lazy_logits_end_with_a_failing_validation_step(tmp_path):
 
     with pytest.raises(RuntimeError, match="boom"):
         make_trainer(LigerCallback(), root=tmp_path).fit(Failing(), make_loader(0, 1), make_loader(1, 1))
-    assert not is_loss_wanted()
+    assert not loss_wanted.get()

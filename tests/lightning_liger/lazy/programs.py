@@ -132,7 +132,7 @@ def _view(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
     )
 
 
-class _Doubled(torch.autograd.Function):
+class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 2
@@ -192,7 +192,7 @@ def _new(rng: random.Random, x: Tensor) -> Callable[[Side, Tensor], Any]:
             lambda s, x: x - x.logsumexp(-1, keepdim=True),
             lambda s, x: x.abs().sqrt(),
             lambda s, x: x.detach().clone(),
-            lambda s, x: _Doubled.apply(x),
+            lambda s, x: Doubled.apply(x),
             lambda s, x: _PassedThrough.apply(x),
             lambda s, x: torch.zeros_like(x) + 1,
             lambda s, x: x.new_ones(x.shape),
@@ -392,7 +392,9 @@ def _step(rng: random.Random, lazy: Side, real: Side, trace: list[str]) -> None:
     graded = torch.is_grad_enabled() and (kind is _view or rng.random() < 0.9)
     context = torch.enable_grad if graded else torch.no_grad
     with context():
-        (got, got_error), (want, want_error) = (_attempt(operation, side, position) for side in (lazy, real))
+        (got, got_error), (want, want_error) = (
+            _attempt(partial(operation, side), side.variables[position]) for side in (lazy, real)
+        )
     _compare_errors(got_error, want_error)
     if want_error is not None:
         return
@@ -406,11 +408,7 @@ def _step(rng: random.Random, lazy: Side, real: Side, trace: list[str]) -> None:
         trace[-1] += "" if is_loss else f" -> {len(real.variables) - 1} {tuple(want.shape)}"
 
 
-def _attempt(operation: Callable[[Side, Tensor], Any], side: Side, position: int) -> tuple[Any, Exception | None]:
-    return _attempt_on(side.variables[position], partial(operation, side))
-
-
-def _attempt_on(x: Tensor, function: Callable[[Tensor], Any]) -> tuple[Any, Exception | None]:
+def _attempt(function: Callable[[Any], Any], x: Any) -> tuple[Any, Exception | None]:
     try:
         return function(x), None
     except Exception as error:  # compared with the other side's
@@ -435,7 +433,7 @@ def _compare_errors(got: Exception | None, want: Exception | None) -> None:
 
 
 def _compare_layouts(got: Tensor, want: Tensor) -> None:
-    errors = [_attempt_on(x, lambda x: x.grad_fn)[1] for x in (got, want)]
+    errors = [_attempt(lambda x: x.grad_fn, x)[1] for x in (got, want)]
     if errors != [None, None]:  # a view that PyTorch no longer allows
         _compare_errors(*errors)
         return
@@ -465,16 +463,12 @@ def _compare_values(what: str, got: Tensor | None, want: Tensor | None) -> None:
 def _compare_ends(lazy: Side, real: Side) -> None:
     for position, (got, want) in enumerate(zip(lazy.losses, real.losses, strict=True)):
         _compare_values(f"loss {position}", got, want)
-    errors = []
-    for side in (lazy, real):
-        losses = [loss for loss in side.losses if loss.requires_grad]
-        try:
-            if losses:
-                torch.stack([loss.double() for loss in losses]).sum().backward()
-        except Exception as error:  # compared with the other side's
-            errors.append(error)
-        else:
-            errors.append(None)
+
+    def backward(losses: list[Tensor]) -> None:
+        if losses := [loss.double() for loss in losses if loss.requires_grad]:
+            torch.stack(losses).sum().backward()
+
+    errors = [_attempt(backward, side.losses)[1] for side in (lazy, real)]
     _compare_errors(*errors)
     if errors == [None, None]:
         for name, got, want in zip(("input", "extra", "weight", "bias"), lazy.leaves, real.leaves, strict=False):
@@ -486,6 +480,6 @@ def _compare_ends(lazy: Side, real: Side) -> None:
         for got, want in zip(lazy.seen, real.seen, strict=True):
             _compare_values("gradient seen by a hook", got, want)
     for position, pair in enumerate(zip(lazy.variables, real.variables, strict=True)):
-        (got, got_error), (want, want_error) = (_attempt_on(x, lambda x: x.detach() + 0) for x in pair)
+        (got, got_error), (want, want_error) = (_attempt(lambda x: x.detach() + 0, x) for x in pair)
         _compare_errors(got_error, want_error)
         _compare_values(f"variable {position}", got, want)

@@ -38,11 +38,6 @@ def _fsdp2(model: nn.Module) -> nn.Module:
     return sharded
 
 
-def _shown(model: nn.Module) -> nn.Module:
-    HIDDEN_STATES.expose(model)
-    return model
-
-
 ENGINES: dict[str, Any] = {
     "plain": lambda model: model,
     "ddp": DistributedDataParallel,
@@ -50,7 +45,7 @@ ENGINES: dict[str, Any] = {
     "ddp_static_graph": lambda model: DistributedDataParallel(model, static_graph=True),
     "fsdp": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
     "fsdp2": _fsdp2,
-    "shown": _shown,
+    "shown": lambda model: HIDDEN_STATES.expose(model) or model,
 }
 
 

@@ -7,25 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_ops import TokenScores
 from liger_ops.divergence.options import KINDS
 from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS
 from lightning_liger import LazyLogits, divergence, lazy_logits, token_loss, token_scores, topk_log_probs
-from lightning_liger.patching.rules.head import HeadReplacement
 from tests.liger_ops.divergence.cases import reference as reference_divergence
-from tests.lightning_liger.lazy.twin import (
-    BATCH_SIZE,
-    LABELS,
-    MASK,
-    SEQ_LEN,
-    TOKENS,
-    VOCAB_SIZE,
-    Doubled,
-    Logits,
-    Twin,
-)
+from tests.lightning_liger.lazy.programs import Doubled
+from tests.lightning_liger.lazy.twin import BATCH_SIZE, LABELS, MASK, SEQ_LEN, TOKENS, VOCAB_SIZE, Logits, Twin
 from tests.lightning_liger.tiny import TensorSizes
 
 IGNORED = LABELS.where(MASK, -100)
@@ -47,23 +37,8 @@ def assert_same(twin: Twin, lazy: Tensor, real: Tensor) -> None:
         twin.assert_same_gradients(lazy, real)
 
 
-class Teacher(Twin):
-    """A head with another hidden size."""
-
-    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
-        super().__init__(vocab_size=vocab_size, bias=False)
-        generator = torch.Generator().manual_seed(7)
-        self.real_head = nn.Linear(3, vocab_size, bias=False)
-        with torch.no_grad():
-            self.real_head.weight.copy_(torch.randn(vocab_size, 3, generator=generator))
-        self.lazy_head = nn.Linear(3, vocab_size, bias=False)
-        self.lazy_head.load_state_dict(self.real_head.state_dict())
-        self.lazy_head.__class__ = HeadReplacement().patched_class(nn.Linear)
-        self.lazy_input = self.real_input = torch.randn(BATCH_SIZE, SEQ_LEN, 3, generator=generator)
-
-
 def teacher_logits(lazy: bool, mode: Callable[[], Any] = torch.no_grad, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    teacher = Teacher(vocab_size)
+    teacher = Twin(vocab_size=vocab_size, bias=False, hidden_size=3)
     with mode(), lazy_logits():
         logits = teacher.lazy if lazy else teacher.real
         logits = 8.0 * torch.tanh(logits / 8.0)
@@ -161,32 +136,6 @@ def test_function_of_lazy_logits_is_that_of_real_ones(
     assert twin.counters.num_materialized == 0
 
 
-def test_scores_of_real_logits_follow_their_formulas() -> None:
-    logits = Twin(torch.float64).real
-    scores = token_scores(logits, IGNORED, temperature=0.7, outputs=OUTPUTS, chunk_bytes=3 * VOCAB_SIZE * 8)
-    log_probs = (logits / 0.7).log_softmax(-1)
-    want = TokenScores(
-        log_probs.gather(-1, LABELS[..., None])[..., 0],
-        -(log_probs.exp() * log_probs).sum(-1),
-        (logits / 0.7).logsumexp(-1),
-        (logits / 0.7).mean(-1),
-        logits.argmax(-1),
-        logits.argmax(-1) == LABELS,
-        (2 * log_probs).logsumexp(-1),
-    )
-    for name, got, wanted in zip(OUTPUTS, scores, want, strict=True):
-        ignored = {"predictions": -100, "correct": False}.get(name, 0.0)
-        torch.testing.assert_close(got, wanted.where(MASK, ignored))
-
-
-def test_log_probabilities_of_given_classes_follow_their_formula() -> None:
-    logits = Twin().real
-    padding = IDS < 0
-    of_ids = logits.gather(-1, IDS.clamp(min=0)).masked_fill(padding, -torch.inf)
-    for renormalize, lse in ((True, of_ids.logsumexp(-1, keepdim=True)), (False, logits.logsumexp(-1, keepdim=True))):
-        torch.testing.assert_close(topk_log_probs(logits, IDS, renormalize=renormalize), of_ids - lse)
-
-
 def test_counters_take_the_chunks_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
 
@@ -255,13 +204,3 @@ def test_without_any_wanted_token_the_loss_is_zero_and_differentiable(name: str)
     total.backward()
     leaf = twin.lazy_input if name == "lazy" else twin.real_input
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
-
-
-def test_autocast_of_the_head_is_that_of_the_scores() -> None:
-    twin = Twin()
-    with torch.autocast("cpu", torch.bfloat16):
-        lazy, real = (token_scores(x, LABELS).log_probs for x in (twin.lazy, twin.real))
-    assert lazy.dtype == real.dtype == torch.float32
-    torch.testing.assert_close(lazy, real, rtol=2**-6, atol=2**-6)
-    lazy.sum().backward()
-    assert twin.lazy_head.weight.grad.dtype == torch.float32

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_liger import LazyLogits
 from lightning_liger.patching.rules.head import HeadReplacement
 
-BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE, VOCAB_SIZE = 2, 5, 4, 37
+BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 2, 5, 37
 TOKENS = BATCH_SIZE * SEQ_LEN
 MASK = torch.tensor([[True, False, True, True, False], [False, True, True, False, True]])
 LABELS = torch.arange(BATCH_SIZE * SEQ_LEN).view(BATCH_SIZE, SEQ_LEN) * 3 % VOCAB_SIZE
@@ -28,13 +28,14 @@ class Twin:
         vocab_size: int = VOCAB_SIZE,
         bias: bool = True,
         chunk_bytes: int | None = None,
+        hidden_size: int = 4,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.real_head = nn.Linear(HIDDEN_SIZE, vocab_size, bias, dtype=dtype)
+        self.real_head = nn.Linear(hidden_size, vocab_size, bias, dtype=dtype)
         with torch.no_grad():
             for parameter in self.real_head.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        hidden_states = torch.randn(BATCH_SIZE, SEQ_LEN, HIDDEN_SIZE, generator=generator)
+        hidden_states = torch.randn(BATCH_SIZE, SEQ_LEN, hidden_size, generator=generator)
         self.real_input = hidden_states.to(dtype).requires_grad_()
         self.lazy_input = self.real_input.detach().clone().requires_grad_()
         self.lazy_head = copy.deepcopy(self.real_head)
@@ -74,13 +75,14 @@ def token_loss(logits: Logits, **kwargs: Any) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, **kwargs)
 
 
-class Doubled(torch.autograd.Function):
-    """A function that returns its input, and doubles the gradient."""
+class Saving(torch.autograd.Function):
+    """A function of no effect that refers to its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        ctx.save_for_backward(x)
+        return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
+        return ctx.saved_tensors[0] * 0

@@ -2,23 +2,27 @@
 
 import copy
 import importlib
+import json
 import pickle
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from lightning_liger import LazyLogits, apply_liger_kernels
-from lightning_liger.patching import KERNELS, check_kernels
+from lightning_liger import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText, LazyLogits, apply_liger_kernels
+from lightning_liger.patching import KERNELS, PatchEntry, PatchReport, check_kernels
 from lightning_liger.patching.rules import Patched
 from lightning_liger.patching.rules.head import HeadReplacement
-from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
+from tests.lightning_liger.architectures import tiny_image_text_model
+from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama
 
 EXPECTED = {"rms_norm": 5, "rope": 2, "silu_mul": 2, "linear_cross_entropy": 1}
-STRUCTURES = {"rms_norm": "LlamaRMSNorm", "rope": "LlamaAttention", "silu_mul": "LlamaMLP"}
-STRUCTURES["linear_cross_entropy"] = "Linear"
+STRUCTURES = dict(zip(EXPECTED, ("LlamaRMSNorm", "LlamaAttention", "LlamaMLP", "Linear"), strict=True))
 
 
 def classes(model: nn.Module) -> list[type]:
@@ -109,49 +113,19 @@ def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(used[-1]["saved"].chunks) == 2
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kernel", "reason"),
-    [
-        ("llama", "gelu_mul", r"nothing .* by it \(LlamaMLP: gelu_mul is not the same: output differs by"),
-        ("llama", "layer_norm", r"nothing .* by it \(LlamaRMSNorm: layer_norm is not the same: output differs by"),
-        ("gemma", "silu_mul", r"nothing .* by it \(GemmaMLP: silu_mul is not the same: output differs by"),
-        ("gpt2", "rms_norm", "nothing in the model can be replaced by it: remove"),
-    ],
-)
-def test_kernel_asked_for_that_fits_nothing_is_an_error_and_changes_nothing(
-    model_type: str, kernel: str, reason: str
-) -> None:
-    model = tiny_model(model_type, **({"n_embd": 32, "n_layer": 1, "n_head": 4} if model_type == "gpt2" else {}))
-    before = classes(model)
-    with pytest.raises(ValueError, match=f"'{kernel}', but {reason}"):
-        apply_liger_kernels(model, ["linear_cross_entropy", kernel])
-    assert classes(model) == before
-    assert not model._forward_hooks
-    apply_liger_kernels(model)  # what fits is applied when nothing is asked for by name
-    assert isinstance(logits(model), LazyLogits)
-
-
-class ScaledLinear(nn.Linear):
-    """A head that is not a plain linear layer."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2.0
+def pickled(model: nn.Module, protocol: int) -> nn.Module:
+    return pickle.loads(pickle.dumps(model, protocol))
 
 
 def test_head_of_another_class_stays_and_is_reported() -> None:
     model = tiny_llama()
-    model.lm_head.__class__ = ScaledLinear
-    want = loss(model)
-    with pytest.raises(ValueError, match=r"ScaledLinear: the head is ScaledLinear, not torch\.nn\.Linear"):
+    model.lm_head.__class__ = type("Scaled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+    with pytest.raises(ValueError, match=r"Scaled: the head is Scaled, not torch\.nn\.Linear"):
         apply_liger_kernels(model, ["linear_cross_entropy"])
-    report = apply_liger_kernels(model)
-    entry = next(entry for entry in report.entries if entry.kernel == "linear_cross_entropy")
-    assert (entry.replacement, entry.reason) == (None, "the head is ScaledLinear, not torch.nn.Linear")
-    assert type(model.lm_head) is ScaledLinear
-    torch.testing.assert_close(loss(model), want, rtol=1e-5, atol=0)
+    assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values()) - 1
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, *(partial(pickled, protocol=each) for each in (0, 5))])
 def test_copy_of_a_patched_model_works_and_stays_patched(duplicate: Any) -> None:
     model = tiny_llama()
     report = apply_liger_kernels(model)
@@ -183,13 +157,6 @@ def test_model_on_the_meta_device_is_patched_and_filled_later() -> None:
     model.model.rotary_emb.inv_freq.copy_(reference.model.rotary_emb.inv_freq)  # not in the state dict
     assert isinstance(logits(model), LazyLogits)
     torch.testing.assert_close(loss(model), loss(reference), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_kernel_is_applied_in_half_precision(dtype: torch.dtype) -> None:
-    model = tiny_llama().to(dtype)
-    assert apply_liger_kernels(model).num_replaced == sum(EXPECTED.values())
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_part_that_was_patched_before_is_hooked_once_and_stays_patched() -> None:
@@ -226,15 +193,6 @@ def test_model_in_which_nothing_was_replaced_is_a_warning_that_says_why() -> Non
         apply_liger_kernels(nn.ReLU(), "none")
 
 
-def test_modules_whose_forward_accelerate_replaced_stay() -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = tiny_llama()
-    for module in model.modules():
-        hooks.add_hook_to_module(module, hooks.ModelHook())
-    with pytest.warns(UserWarning, match=r"LlamaAttention: this instance overrides forward, as accelerate's hooks do"):
-        assert apply_liger_kernels(model).num_replaced == 0
-
-
 def test_error_while_classes_are_exchanged_leaves_none_exchanged(monkeypatch):
     def fails(self, original):
         raise MemoryError
@@ -244,3 +202,53 @@ def test_error_while_classes_are_exchanged_leaves_none_exchanged(monkeypatch):
     with pytest.raises(MemoryError):
         apply_liger_kernels(model)
     assert replaced(model) == []
+
+
+REPLACED = PatchEntry("LlamaRMSNorm", "rms_norm", 5, "rms_norm (llama casting)", 2.5e-7)
+EXACT = PatchEntry("LlamaMLP", "silu_mul", 2, "silu_mul", 0.0)
+KEPT = PatchEntry("LayerNorm", "rms_norm", 3, None, reason="is not of one weight vector")
+
+
+def test_report_is_a_table_with_counts_errors_and_reasons_and_plain_data() -> None:
+    report = PatchReport([REPLACED, EXACT, KEPT])
+    lines = str(report).splitlines()
+    assert "Module" in lines[2]
+    rows = {cells[1]: cells[2:] for cells in (line.replace("│", " │ ").split() for line in lines) if len(cells) > 3}
+    assert "5" in rows["LlamaRMSNorm"]
+    assert "2e-07" in rows["LlamaRMSNorm"]
+    assert "exact" in rows["LlamaMLP"]
+    assert "(is" in rows["LayerNorm"]
+    assert "exact" not in rows["LayerNorm"]
+    assert max(map(len, lines)) <= 120
+    rows = report.as_dict()
+    assert (rows[0]["structure"], rows[0]["error"], rows[2]["replacement"]) == ("LlamaRMSNorm", 2.5e-7, None)
+    assert json.loads(json.dumps(rows)) == rows
+    assert "no module matches a chosen kernel" in str(PatchReport())
+
+
+def test_pretrained_model_is_patched_and_computes_the_same(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    tiny_llama().save_pretrained(checkpoint)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = AutoLigerModelForCausalLM.from_pretrained(checkpoint)
+    assert model.liger_report.num_replaced == 2 + 2 + 5 + 1
+    batch = tiny_batch()
+    torch.testing.assert_close(model(**batch).loss, plain(**batch).loss)
+    assert model.get_output_embeddings().fusion_counters.num_losses == 1
+    model.save_pretrained(checkpoint / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint / "saved")
+    assert saved.state_dict().keys() == plain.state_dict().keys()
+    torch.testing.assert_close(saved(**batch).loss, plain(**batch).loss)
+
+
+def test_from_config_takes_the_auto_class_arguments() -> None:
+    model = AutoLigerModelForCausalLM.from_config(tiny_llama().config, dtype=torch.bfloat16, kernels="none")
+    assert model.dtype == torch.bfloat16
+    assert model.liger_report.num_replaced == 0
+
+
+def test_image_text_model_computes_its_text_loss_fused() -> None:
+    model = AutoLigerModelForImageTextToText.from_config(tiny_image_text_model("qwen2_vl").config)
+    assert model(**tiny_batch()).loss.isfinite()
+    counters = model.get_output_embeddings().fusion_counters
+    assert (counters.num_losses, counters.num_materialized) == (1, 0)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,17 @@ def _outputs_and_gradients(module: nn.Module, *args: Any, **kwargs: Any) -> tupl
     leaves = [*inputs, *module.parameters()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [output.detach() for output in outputs], [gradient for gradient in gradients if gradient is not None]
+
+
+def assert_same_gradients(model: nn.Module, patched: nn.Module) -> None:
+    """Whether their parameters have equal gradients; those that are nothing but rounding errors are not compared."""
+    largest = max(each.grad.abs().max().item() for each in model.parameters() if each.grad is not None)
+    for (name, want), got in zip(model.named_parameters(), patched.parameters(), strict=True):
+        assert (want.grad is None) == (got.grad is None), name
+        if want.grad is not None:
+            tolerance = max(1e-5 * want.grad.abs().max().item(), 1e-6 * largest)
+            message = partial("{}: {}".format, name)
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=tolerance, msg=message)
 
 
 def fill(module: nn.Module) -> nn.Module:

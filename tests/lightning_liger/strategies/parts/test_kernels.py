@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_liger import LazyLogits
-from lightning_liger.lazy.logits import is_loss_wanted
+from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
@@ -56,7 +56,7 @@ def test_kernels_are_applied_once_and_logits_are_lazy_in_every_stage_with_a_loss
     trainer.fit(module, make_loader(0, 1), make_loader(1, 1))
     assert trainer.global_step == 2
     assert module.kinds == {"train": kind, "val": kind, "test": kind, "predict": torch.Tensor}
-    assert not is_loss_wanted()
+    assert not loss_wanted.get()
     assert kernels == "none" or trainer.strategy.patch_report is report
     assert [type(part) for part in module.modules()] == classes
 
@@ -94,7 +94,7 @@ def test_failing_validation_step_ends_lazy_logits(tmp_path, name):
 
     with pytest.raises(RuntimeError, match="boom"):
         make_trainer(root=tmp_path, strategy=name).fit(Failing(), make_loader(0, 1), make_loader(1, 1))
-    assert not is_loss_wanted()
+    assert not loss_wanted.get()
 
 
 @by_name
