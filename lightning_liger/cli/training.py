@@ -210,7 +210,8 @@ class LigerCLI(LightningCLI):
             config = self.config[self.config.subcommand]
             self._ckpt_path = config.get("ckpt_path")
             _check_checkpoint(config)
-            config.ckpt_path = None
+            if self._ckpt_path is not None:
+                config.ckpt_path = None
 
     @staticmethod
     @override
@@ -238,7 +239,7 @@ class LigerCLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand] if self.subcommand else self.config
-        if self.subcommand:
+        if self._ckpt_path is not None:
             config.ckpt_path = self._ckpt_path
         _take_tokenizer_of_pretrained(config)
         trainer = config.trainer

@@ -84,6 +84,7 @@ class CPOOptions(ContrastiveOptions):
         label_smoothing: The probability in [0, 0.5) that a label is wrong; not for ``hinge`` and ``ipo``.
     """
 
+    nll_part = 0
     loss_type: CPOLoss = "sigmoid"
     beta: Positive = 0.1
     cpo_alpha: NonNegative = 1.0
@@ -99,10 +100,6 @@ class CPOOptions(ContrastiveOptions):
     @property
     def has_nll(self) -> bool:
         return self.nll_weight > 0
-
-    @property
-    def nll_part(self) -> int:
-        return 0
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
         nll = self.nll_weight * pairs.nll if self.has_nll else None

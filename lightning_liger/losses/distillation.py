@@ -27,17 +27,14 @@ from torch import Tensor
 from liger_ops.arguments import check_floating, check_shape, wrong_type, wrong_value
 from lightning_liger.losses.options import Options, Positive, Share
 
-_ABSENT = -1e30
-"""The log-probability of an id that is not in the support: its probability is 0, and no infinity meets a 0."""
-_MIN_TAIL = 1e-6
-"""The smallest remaining mass: float32 sums of probabilities are no more exact."""
+_ABSENT = -1e30  # the log-probability of an id that is not in the support: no infinity meets a 0
+_MIN_TAIL = 1e-6  # the smallest remaining mass: float32 sums of probabilities are no more exact
 _MAX_LOG_RATIO = 20.0
 
 SupportMode = Literal["tail", "renormalize", "zero", "ignore"]
 SampledEstimator = Literal["policy_gradient", "k1", "k2", "k3"]
 
 Metrics = dict[str, Tensor]
-"""Detached values of tokens, by name."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +140,7 @@ def sparse_divergence(
 
 
 def log_tail_mass(log_probs: Tensor) -> Tensor:
-    """The logarithm of the mass outside a support, ``log(1 - sum(exp(log_probs)))``, at least ``log(1e-6)``.
-
-    From ``[..., K]`` to ``[...]``. No gradient passes where less than 1e-6 remains.
-    """
+    """``log(1 - sum(exp(log_probs)))``, at least ``log(1e-6)``; no gradient passes where less than 1e-6 remains."""
     log_mass = log_probs.clamp(min=_ABSENT).logsumexp(-1)
     return (-torch.expm1(log_mass.clamp(max=math.log1p(-_MIN_TAIL)))).log()
 
@@ -165,14 +159,7 @@ def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_p
     Each sample weighs ``p / r``, its probability over that of the proposal; weights of a row are divided by their sum,
     and those of equal ids are added. With ``support_mode="zero"`` and samples from the teacher itself, the expected
     gradient is that of the whole teacher; a support of the likeliest ids makes students too confident instead.
-
-    Args:
-        ids: ``[..., K]``, integers, with repetition.
-        log_probs: ``[..., K]``, of the teacher.
-        proposal_log_probs: ``[..., K]``, of the proposal; those of the teacher if ids were sampled from it.
-
-    Returns:
-        ``[..., K]`` in at least float32, which sum to 1; -inf at repeated ids but the first.
+    All are ``[..., K]``; the result sums to 1, and is -inf at repeated ids but the first.
     """
     weights = (_at_least_float32(log_probs) - _at_least_float32(proposal_log_probs)).log_softmax(-1)
     same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
@@ -183,16 +170,10 @@ def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_p
 def sample_support(
     log_probs: Tensor, num_samples: int, *, proposal_temperature: float = 1.0, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Samples ids of a teacher, with repetition, for :func:`sparse_divergence` with ``support_mode="zero"``.
+    """Samples K ids of a teacher, with repetition, for :func:`sparse_divergence` with ``support_mode="zero"``.
 
-    Args:
-        log_probs: ``[..., vocab_size]``, of the teacher.
-        num_samples: K.
-        proposal_temperature: Temperature of the distribution that is sampled from.
-        generator: Source of randomness; None for the default one.
-
-    Returns:
-        Ids ``[..., K]``, int64, and what :func:`importance_weighted_log_probs` makes of them.
+    From its log-probabilities ``[..., vocab_size]`` at ``proposal_temperature``; also returns what
+    :func:`importance_weighted_log_probs` makes of them.
     """
     log_probs = _at_least_float32(log_probs)
     proposal = (log_probs / proposal_temperature).log_softmax(-1)
@@ -251,8 +232,8 @@ def sampled_divergence(
 def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Tensor:
     """``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
 
-    A ``beta`` of 0 stands for KL(p || q), one of 1 for KL(q || p). From log q and log p of each category, ``[..., C]``,
-    finite (-1e30 for a probability of 0), to the sum over categories, ``[...]``; they need not add up to 1.
+    A ``beta`` of 0 stands for KL(p || q), one of 1 for KL(q || p). From finite log q and log p of each category,
+    ``[..., C]`` (-1e30 for a probability of 0), which need not add up to 1, to the sum over categories, ``[...]``.
     """
     student, teacher = student_log_probs, teacher_log_probs
     difference = teacher - student
@@ -267,7 +248,7 @@ def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor,
 
 
 def _tempered(log_probs: Tensor, factor: float, with_tail: bool) -> Tensor:
-    """Finite log-probabilities ``[..., K]``, multiplied by ``factor`` and normalized again."""
+    """Log-probabilities multiplied by ``factor`` and normalized again."""
     scaled = (log_probs * factor).clamp(min=_ABSENT)
     if not with_tail:
         return scaled.log_softmax(-1)

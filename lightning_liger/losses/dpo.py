@@ -57,26 +57,22 @@ _MAX_SQUARED = 1e18
 
 
 class PairLogProbs(NamedTuple):
-    """Log-probabilities of pairs of completions, each ``[B]`` in float32 or float64."""
+    """Log-probabilities of pairs, ``[B]`` each in float32 or float64, summed over the tokens of completions."""
 
     chosen: Tensor
-    """Summed over the completion's tokens, differentiable."""
     rejected: Tensor
-    """The same of the rejected completion."""
     num_chosen: Tensor
-    """The number of tokens of the chosen completion, ``[B]``."""
+    """The number of tokens of the chosen completion."""
     num_rejected: Tensor
-    """The number of tokens of the rejected completion, ``[B]``."""
     ref_chosen: Tensor | None = None
-    """The reference model's sum over the chosen completion."""
+    """The reference model's."""
     ref_rejected: Tensor | None = None
-    """The reference model's sum over the rejected completion."""
     weight: Tensor | None = None
     """WPO's weight of each pair, see :func:`wpo_weights`."""
     chosen_nll: Tensor | None = None
     """The sum of ``-log p`` over the chosen completion's tokens where it is not ``-chosen`` (with ``ld_alpha``)."""
     gold: Tensor | None = None
-    """Summed over the reference completion of a triple."""
+    """Of the reference completion of a triple."""
 
     @property
     def averages(self) -> tuple[Tensor, Tensor]:
@@ -85,7 +81,6 @@ class PairLogProbs(NamedTuple):
 
     @property
     def nll(self) -> Tensor:
-        """The negative log-likelihood of the chosen completion."""
         return -self.chosen if self.chosen_nll is None else self.chosen_nll
 
 
@@ -93,10 +88,10 @@ class PairLosses(NamedTuple):
     """Losses of pairs before they are averaged."""
 
     losses: Tensor
-    """Each pair's loss, ``[B]``, to be averaged over pairs; differentiable."""
+    """To be averaged over pairs, ``[B]``, differentiable."""
     nll: Tensor | None
-    """Each pair's negative log-likelihood with its weight in the loss, ``[B]``, to be summed and divided by the number
-    of tokens that it is summed over; None if the loss has no such part."""
+    """Negative log-likelihoods with their weight in the loss, ``[B]``, whose sum is to be divided by the number of
+    tokens; None if the loss has no such part."""
     metrics: dict[str, Tensor]
     """Detached vectors, ``[B]`` each, to be averaged over pairs; by the names that TRL uses."""
 
@@ -237,20 +232,19 @@ class DPOOptions(PreferenceOptions):
 def check_pairs(pairs: PairLogProbs) -> None:
     """Raises unless all vectors of ``pairs`` fit ``pairs.chosen``."""
     given = {f"pairs.{name}": value for name, value in pairs._asdict().items() if value is not None}
-    vectors = {name: value for name, value in given.items() if not name.startswith("pairs.num_")}
-    check_floating_tensors("pairs.chosen", pairs.chosen, **{k: v for k, v in vectors.items() if k != "pairs.chosen"})
-    if pairs.chosen.ndim != 1:
-        raise wrong_value("pairs.chosen", "a vector with a number for each pair", pairs.chosen)
+    chosen = given.pop("pairs.chosen")
+    check_floating_tensors("pairs.chosen", chosen, **{name: x for name, x in given.items() if ".num_" not in name})
+    if chosen.ndim != 1:
+        raise wrong_value("pairs.chosen", "a vector with a number for each pair", chosen)
     for name, value in given.items():
         check_tensor(name, value)
-        check_shape(name, value, pairs.chosen.shape, "one value for each pair")
+        check_shape(name, value, chosen.shape, "one value for each pair")
 
 
 PAIR_METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
-"""The names of :func:`pair_metrics`."""
 
 
 def pair_metrics(
@@ -264,18 +258,10 @@ def pair_metrics(
 
 
 def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, num_chosen: Tensor, num_rejected: Tensor) -> Tensor:
-    """WPO's weight of each pair, without gradient (arXiv:2406.11827, equation 2).
+    """WPO's weight of each pair, ``[B]``, without gradient (arXiv:2406.11827, equation 2).
 
-    ``exp(mean(log p - log sum p^2))`` over the tokens of the chosen completion, times the same of the rejected one.
-
-    Args:
-        log_probs: Sums over sequences, B chosen and then B rejected ones, ``[2B]``.
-        log_sum_sq_probs: The sums of ``log sum_v p_v^2`` over the same tokens, ``[2B]``.
-        num_chosen: Numbers of tokens, ``[B]``.
-        num_rejected: Numbers of tokens, ``[B]``.
-
-    Returns:
-        ``[B]``.
+    ``exp(mean(log p - log sum p^2))`` over the tokens of the chosen completion, times the same of the rejected one:
+    from sums over B chosen and then B rejected ones, ``[2B]``, and their numbers of tokens.
     """
     chosen, rejected = (log_probs - log_sum_sq_probs).detach().chunk(2)
     return (chosen / num_chosen.clamp(min=1) + rejected / num_rejected.clamp(min=1)).exp()

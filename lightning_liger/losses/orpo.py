@@ -28,15 +28,9 @@ class ORPOOptions(PreferenceOptions):
     """
 
     scores_prompts = True
+    has_nll = True
+    nll_part = 0
     beta: Positive = 0.1
-
-    @property
-    def has_nll(self) -> bool:
-        return True
-
-    @property
-    def nll_part(self) -> int:
-        return 0
 
     @property
     def metric_names(self) -> tuple[str, ...]:

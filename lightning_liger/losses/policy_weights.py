@@ -15,14 +15,8 @@ def sampling_ratio(
 ) -> Tensor:
     """The ratio of the old policy's to the sampler's probability, which corrects for another engine's arithmetic.
 
-    Args:
-        old_log_probs: Of the policy that was sampled from, as this process computes them, of each token.
-        sampling_log_probs: As the sampler reported them. Where one is NaN, the token's ratio is 1.
-        options: Mode and bounds.
-        completions: Which tokens form a completion, for ratios of completions.
-
-    Returns:
-        Of the tokens' shape, ``[num_sequences]`` for ratios of completions.
+    Of the tokens' shape, ``[num_sequences]`` for ratios of completions. A token whose ``sampling_log_probs`` is NaN has
+    the ratio 1.
     """
     mode, low = options.vllm_importance_sampling_mode, options.vllm_importance_sampling_clip_min
     high = options.vllm_importance_sampling_clip_max
@@ -59,16 +53,9 @@ def top_entropy_mask(
 ) -> Tensor:
     """The scored tokens of the highest entropy, a share ``quantile`` of them (arXiv:2506.01939).
 
-    Args:
-        entropies: Of each token, not negative.
-        mask: Which tokens are scored, bool of the same shape.
-        quantile: Share of tokens to keep, above 0; 1 keeps all.
-        gather: Returns a vector of this rank's entropies with those of all other ranks, -1 for tokens that are not
-            scored, so that the quantile is that of the whole batch. None takes this rank's.
-
-    Returns:
-        bool of the tokens' shape: entropies of at least the (1 - quantile)-quantile, which is exact (linear
-        interpolation, as ``torch.quantile``).
+    Those of at least the (1 - quantile)-quantile, which is exact (linear interpolation, as ``torch.quantile``).
+    ``gather`` returns a vector of this rank's entropies with those of all other ranks, -1 for tokens that are not
+    scored, so that the quantile is that of the whole batch.
     """
     known = entropies.detach().float().clamp(min=0)  # rounding may make one negative
     values = torch.where(mask, known, -1.0).flatten()

@@ -54,18 +54,13 @@ def universal_logit_divergence(
         raise wrong_value(
             "teacher_logits", f"[..., vocab_size] of {tuple(student_logits.shape[:-1])} tokens", teacher_logits
         )
-    student = _log_softmax(student_logits, options.uld_student_temperature)
-    teacher = _log_softmax(teacher_logits.detach(), options.uld_teacher_temperature)
-    return _sorted_distance(student.exp(), teacher.exp())
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (logits / temperature).log_softmax(-1)
-
-
-def _sorted_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    student, teacher = (probabilities.sort(dim=-1, descending=True).values for probabilities in (student, teacher))
+    student = _sorted_probabilities(student_logits, options.uld_student_temperature)
+    teacher = _sorted_probabilities(teacher_logits.detach(), options.uld_teacher_temperature)
     missing = teacher.shape[-1] - student.shape[-1]
     student, teacher = F.pad(student, (0, max(0, missing))), F.pad(teacher, (0, max(0, -missing)))
     return (student - teacher).abs().sum(-1)
+
+
+def _sorted_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (logits / temperature).log_softmax(-1).exp().sort(dim=-1, descending=True).values

@@ -120,12 +120,9 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def call_model(
         self, inputs: Mapping[str, Any], labels: Tensor, model: nn.Module | None = None
     ) -> tuple[LazyLogits | Tensor, Tensor | None]:
-        """Calls ``self.model``, or another one.
+        """Calls ``self.model``, or another one, such as a reference.
 
-        Args:
-            inputs: All that the model takes besides labels.
-            labels: The label of each token of the inputs, ``[batch_size, seq_len]``.
-            model: Another model, such as a reference.
+        ``inputs`` are all that the model takes besides ``labels``, ``[batch_size, seq_len]``, one for each token.
 
         Returns:
             The logits, lazy if the head was patched, ``[batch_size, seq_len, vocab_size]``, and the sum of the losses
@@ -139,7 +136,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     @property
     def context(self) -> ContextParallel | None:
-        """The group of ranks that share each sequence, None if ranks do not share sequences."""
+        """The group of ranks that share each sequence, if they do."""
         return None if self._attached_trainer is None else engine_of(self.trainer).context_parallel
 
     @property
@@ -163,11 +160,14 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
-        result = self.step_loss(stage, batch)
-        terms, totals, sizes = list(result.terms), [], []
-        for term in terms:
-            totals.append(term.total / self._num_shares(term))
-            sizes.append(as_count(term.count, term.total.device) / self._num_shares(term))
+        return self._mean(stage, self.step_loss(stage, batch))
+
+    @torch.compiler.disable  # counts batches, and Lightning inspects the signatures of hooks
+    def _mean(self, stage: str, result: StepLoss) -> tuple[Tensor, Tensor, int | None]:
+        """The sum of the terms' means, with the number of the first one's units; logs metrics."""
+        terms = list(result.terms)
+        totals = [term.total / self._num_shares(term) for term in terms]
+        sizes = [as_count(term.count, term.total.device) / self._num_shares(term) for term in terms]
         if result.auxiliary is not None:
             terms, sizes = [*terms, terms[0]], [*sizes, sizes[0]]
             totals.append(result.auxiliary * sizes[0].to(result.auxiliary.dtype))
@@ -184,7 +184,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         return torch.stack(means).sum(), size, num_batches
 
     def _num_shares(self, term: Term) -> int:
-        """On how many ranks the term is the same, which then count a share of it each."""
+        """On how many ranks the term is the same."""
         return 1 if self.context is None or not term.is_whole else self.context.size
 
     def _count_step(self, own: Tensor, terms: list[Term]) -> tuple[Tensor, int]:
@@ -217,13 +217,12 @@ class LigerPostTrainingMixin(LigerStepMixin):
         kinds = {**self.metric_kinds(), "aux_loss": "mean"}
         return {"loss": SumOfMeans()} | {name: KINDS[kind]() for name, kind in kinds.items()}
 
-    def _prepare_stage(self) -> None:
-        super()._prepare_stage()
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
         unused = [part for part in self.modules() if not part.training]
         if unused and not any(p.requires_grad for part in unused for p in part.parameters(recurse=False)):
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # references, teachers
 
-    @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:
         """Adds a batch to the stage's metrics and logs them."""
         if self._attached_trainer is None:

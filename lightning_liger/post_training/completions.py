@@ -1,15 +1,13 @@
 """Batches of prompts and completions as rows, with the values of their tokens aligned with what predicts them."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_floating, check_same_device, check_shape, check_tensor, wrong_type, wrong_value
-from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy_batch import PolicyBatch
 from lightning_liger.post_training.rows import Rows, read_rows
 
@@ -17,18 +15,8 @@ _COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_lo
 _PROMPTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
-class CompletionRows(NamedTuple):
-    """Rows of prompts with their completions."""
-
-    rows: Rows
-    batch: PolicyBatch
-    """All values of tokens are where the token is predicted, one place before the token itself."""
-    places: Tensor | None
-    """Where each token of prompt_ids and completion_ids is in its row, for batches that keep them apart."""
-
-
-def read_completions(batch: Mapping[str, Any]) -> CompletionRows:
-    """The completions of a batch.
+def read_completions(batch: Mapping[str, Any]) -> tuple[Rows, PolicyBatch, Tensor | None]:
+    """The completions of a batch; raises TypeError and ValueError for one that does not fit.
 
     Args:
         batch: Either ``prompt_ids`` (padded on the left), ``prompt_mask``, ``completion_ids`` (padded on the right) and
@@ -39,9 +27,9 @@ def read_completions(batch: Mapping[str, Any]) -> CompletionRows:
             ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps`` are of tokens: of
             ``completion_ids``, or of ``input_ids``, each at its token.
 
-    Raises:
-        TypeError: For values that are no tensors of the right kind.
-        ValueError: For missing keys, and shapes that do not fit.
+    Returns:
+        The rows; their values, those of tokens where the token is predicted, one place before it; and, for batches that
+        keep prompts apart, where each token of ``prompt_ids`` and ``completion_ids`` is in its row.
     """
     if not isinstance(batch, Mapping) or ("input_ids" not in batch and "prompt_ids" not in batch):
         found = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
@@ -50,8 +38,8 @@ def read_completions(batch: Mapping[str, Any]) -> CompletionRows:
     if advantages is None:
         raise ValueError(f"batch must have the key 'advantages', got {sorted(map(str, batch))}")
     check_floating("batch['advantages']", advantages)
-    shape = batch["input_ids" if "input_ids" in batch else "completion_ids"].shape
     is_joined = "input_ids" in batch
+    shape = batch["input_ids" if is_joined else "completion_ids"].shape
     columns = {key: batch[key] for key in ("tool_mask", *_COLUMNS) if batch.get(key) is not None}
     for key, value in columns.items():
         (check_tensor if key == "tool_mask" else check_floating)(f"batch[{key!r}]", value)
@@ -67,16 +55,12 @@ def read_completions(batch: Mapping[str, Any]) -> CompletionRows:
         joined["completion_mask"] = joined["completion_mask"].bool() & columns.pop("tool_mask").bool()
     rows = read_rows(joined)
     check_same_device("input_ids", rows.labels, **{"advantages": advantages} | columns)
-    if rows.sequence_ids is None:
-        completions = Completions(rows.labels != IGNORE_INDEX)
-    else:
-        completions = Completions(rows.labels != IGNORE_INDEX, rows.sequence_ids, rows.num_sequences)
     if advantages.ndim == 1:
         check_shape("batch['advantages']", advantages, (rows.num_sequences,), "one for each completion")
     # The value of a token belongs to the place before it, whose logits predict it.
     shifted = {key: F.pad(value[:, 1:], (0, 1)) for key, value in columns.items()}
-    policy_batch = PolicyBatch(completions, shifted.get("advantages", advantages), *map(shifted.get, _COLUMNS))
-    return CompletionRows(rows, policy_batch, places)
+    advantages = shifted.get("advantages", advantages)
+    return rows, PolicyBatch(rows.completions, advantages, *map(shifted.get, _COLUMNS)), places
 
 
 def _join(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:

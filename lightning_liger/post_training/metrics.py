@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lightning_liger.training.metrics import RunningMean, RunningMetric, as_count
 
-MAX_TERMS = 8
-"""Summands that a loss may have, the model's auxiliary losses included."""
+MAX_TERMS = 8  # summands that a loss may have, the model's auxiliary losses included
 
 
 class Mean(NamedTuple):

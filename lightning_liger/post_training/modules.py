@@ -10,7 +10,7 @@ from lightning_liger.post_training.preference import LigerPreferenceMixin
 
 
 class PreferenceModule(LigerPreferenceMixin, ReferenceCausalLM):
-    """A causal language model with a preference loss, its reference model, and adapters if wanted."""
+    """A causal language model with a preference loss."""
 
 
 @takes(preference_loss=DPOOptions)

@@ -20,13 +20,7 @@ from lightning_liger.losses.policy_batch import (
     policy_objective,
     token_objective,
 )
-from lightning_liger.losses.policy_metrics import (
-    OF_DATA,
-    metric_kind,
-    metric_names,
-    policy_metrics,
-    reward_metrics,
-)
+from lightning_liger.losses.policy_metrics import OF_DATA, metric_kind, metric_names, policy_metrics, reward_metrics
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.policy_weights import num_top_entropies
 from lightning_liger.post_training.base import StepLoss, Term
@@ -95,9 +89,11 @@ class LigerPolicyMixin(LigerReferenceMixin):
             with self._reference_model() as model:
                 policy = policy._replace(ref_log_probs=self._log_probs(rows, model))
         check_policy_batch(policy, options)
-        mask = policy.completions.mask
         coefficient = options.entropy_coef or None
-        count, unit = self._policy_units(batch, policy)
+        count: Tensor | float = num_units(policy.completions, options)
+        unit = "tokens" if options.counts_tokens else "sequences"
+        if options.counts_tokens and batch.get("num_items_in_batch") is not None:
+            count, unit = self._share(batch["num_items_in_batch"]), "items"
         local = rows.to_context(self.context)
         logits, auxiliary = self.call_model(local.inputs, local.labels)
         scored: dict[str, Any] = {"temperature": self.temperature, "outputs": ("log_probs", "entropy")}
@@ -112,7 +108,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
             result, entropies = self._objective(scores, policy)
             terms = [Term(result.total, count, unit)]
             if coefficient is not None:
-                terms.append(Term(-coefficient * result.entropy, self._num_entropies(mask), "entropies"))
+                num_entropies = self._num_entropies(policy.completions.mask)
+                terms.append(Term(-coefficient * result.entropy, num_entropies, "entropies"))
         metrics = self._measured(rows, batch, policy, result, entropies)
         if coefficient is not None:
             metrics["policy_loss"] = Mean(result.total.detach(), count)
@@ -142,10 +139,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
         apart = torch.zeros_like(log_probs).scatter(1, places, log_probs)
         return apart[:, batch["prompt_ids"].shape[1] :]
 
-    # For steps
-
     def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
-        completions = read_completions(batch).batch.completions
+        completions = read_completions(batch)[1].completions
         mask, items = completions.mask, batch.get("num_items_in_batch", 0.0)
         return {
             "sequences": completions.count,
@@ -161,13 +156,6 @@ class LigerPolicyMixin(LigerReferenceMixin):
     def metric_kinds(self) -> dict[str, str]:
         return dict(self._kinds)
 
-    def _policy_units(self, batch: Mapping[str, Any], policy: PolicyBatch) -> tuple[Tensor | float, str]:
-        """The number of units of the policy's loss in this batch, and their name."""
-        if self.policy_options.counts_tokens and batch.get("num_items_in_batch") is not None:
-            return self._share(batch["num_items_in_batch"]), "items"
-        unit = "tokens" if self.policy_options.counts_tokens else "sequences"
-        return num_units(policy.completions, self.policy_options), unit
-
     def _share(self, num_items: Tensor | float) -> Tensor | float:
         """The part of a generation batch's tokens that a micro-batch of one rank counts as."""
         if self._attached_trainer is None:
@@ -178,13 +166,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
 
     def _objective(self, scores: TokenScores, policy: PolicyBatch) -> tuple[PolicyObjective, Tensor]:
         log_probs, entropies = self._whole(scores.log_probs), self._whole(scores.entropy)
-        gather = None
-        if (
-            self.policy_options.top_entropy_quantile < 1
-            and self._attached_trainer is not None
-            and self.trainer.world_size > 1
-        ):
-            gather = self._gather
+        trainer = self._attached_trainer
+        gather = None if trainer is None or trainer.world_size == 1 else self._gather
         return policy_objective(log_probs, entropies, policy, self.policy_options, gather=gather), entropies.detach()
 
     def _whole(self, values: Tensor | None) -> Tensor:
@@ -235,7 +218,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
         if ends := _end_of_sequence_ids(self.model):
             last = policy.completions.last(rows.labels)
             is_terminated = torch.stack([last == end for end in ends]).any(0)
-        measured = policy_metrics(entropies, policy, result.details, self.policy_options, is_terminated)
+        measured = policy_metrics(entropies, policy, result, self.policy_options, is_terminated)
         measured["num_tokens"] = rows.num_tokens / self._ranks_per_batch
         if isinstance(batch.get("rewards"), Tensor):
             measured |= reward_metrics(batch["rewards"], batch.get("group_ids"))

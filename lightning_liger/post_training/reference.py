@@ -23,14 +23,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether ``model`` is, or holds, a model with adapters of peft."""
-    return _adapted(model) is not None
-
-
 def _adapted(model: nn.Module) -> Any:
+    """The model with adapters of peft that ``model`` is or holds, None without."""
     parts = model.modules()
     return next((each for each in parts if hasattr(each, "disable_adapter") and hasattr(each, "peft_config")), None)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return _adapted(model) is not None
 
 
 @contextmanager
@@ -75,39 +75,37 @@ def disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-def drop_from_state_dict(module: nn.Module, name: str) -> None:
-    """Keeps the submodule ``name`` out of state dicts of ``module``, and lets them be loaded without it.
+def keep_reference_out(module: nn.Module) -> None:
+    """Keeps ``ref_model`` out of state dicts of ``module``, and lets them be loaded without it.
 
     FSDP insists on what it shards: :func:`drop_reference` takes it out of the finished checkpoint.
     """
 
     def drop(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        part = getattr(owner, name, None)
+        part: Any = getattr(owner, "ref_model", None)
         if part is not None and not any(isinstance(each, FullyShardedDataParallel) for each in part.modules()):
-            for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
+            for key in [key for key in state if key.startswith(f"{prefix}ref_model.")]:
                 del state[key]
 
     def allow(_: nn.Module, incompatible: Any) -> None:
         missing = incompatible.missing_keys
-        missing[:] = [key for key in missing if not key.startswith(f"{name}.") and f".{name}." not in key]
+        missing[:] = [key for key in missing if ".ref_model." not in f".{key}"]
 
     module.register_state_dict_post_hook(drop)
     module.register_load_state_dict_post_hook(allow)
 
 
-def drop_reference(state: dict[str, Any], prefix: str) -> None:
-    """Deletes whole tensors whose names start with ``prefix``; FSDP's shards stay, as it loads all that it shards."""
-    for key in [key for key in state if key.startswith(prefix)]:
+def drop_reference(state: dict[str, Any]) -> None:
+    """Deletes whole tensors of the reference; FSDP's shards stay, as it loads all that it shards."""
+    for key in [key for key in state if key.startswith("ref_model.")]:
         if type(state[key]) in (Tensor, nn.Parameter):
             del state[key]
 
 
 class ReferenceCache(dict[bytes, float]):
-    """Summed log-probabilities of sequences by their keys, in memory and optionally in a file.
+    """Summed log-probabilities of sequences by their keys, in memory and in a file of a folder, if there is one.
 
-    Args:
-        folder: Where the file is, None for none.
-        fingerprint: Of the reference model's weights, part of the file's name.
+    ``fingerprint`` is that of the reference model's weights, part of the file's name.
     """
 
     def __init__(self, folder: str | None, fingerprint: str) -> None:
@@ -168,18 +166,14 @@ def sequence_keys(batch: Mapping[str, Any], prefix: str = "") -> list[bytes]:
     ids, mask, attention, numbers = cast(list[Any], found)
     pairs = torch.stack((ids.long(), mask.long()), -1)
     if numbers is not None:
-        parts = [_without_padding(pairs[numbers == index]) for index in range(count_sequences(batch, prefix))]
+        parts = [pairs[numbers == index] for index in range(count_sequences(batch, prefix))]
+        # Padding is part of the last one: up to the last completion token.
+        parts = [each[: int(each[:, 1].nonzero().max()) + 1] if each[:, 1].any() else each for each in parts]
     elif attention is None:
         parts = list(pairs)
     else:
         parts = [row[kept.bool()] for row, kept in zip(pairs, attention, strict=True)]
     return [hashlib.blake2b(part.contiguous().numpy().tobytes(), digest_size=16).digest() for part in parts]
-
-
-def _without_padding(pairs: Tensor) -> Tensor:
-    """A packed sequence up to its last completion token: padding is part of the last one."""
-    kept = pairs[:, 1].nonzero()
-    return pairs[: int(kept[-1]) + 1] if len(kept) else pairs
 
 
 def sum_of_bits(model: nn.Module, *, without_adapters: bool = False) -> int:
@@ -204,10 +198,8 @@ def weights_fingerprint(model: nn.Module, settings: object, *, without_adapters:
 def every_batch(trainer: L.Trainer) -> Iterator[Any]:
     """The batches of the training and validation data before they are moved to the device, not shuffled.
 
-    Each rank gets a part, and all ranks equally many batches, for which the first examples may come twice.
-
-    Raises:
-        ValueError: For data that has no length, or loaders that are no ``DataLoader``.
+    Each rank gets a part, and all ranks equally many batches, for which the first examples may come twice. Raises
+    ValueError for data that has no length, or loaders that are no ``DataLoader``.
     """
     trainer.fit_loop.setup_data()
     loaders = [trainer.train_dataloader]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_ops import IGNORE_INDEX
 from liger_ops.arguments import check_integer, check_shape, check_tensor, wrong_type, wrong_value
-from lightning_liger.losses.sequences import sequence_sums
+from lightning_liger.losses.completions import Completions, sequence_sums
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     """Rows of tokens with labels: of sequences whose completions are scored, or of any text."""
 
     inputs: dict[str, Any]
-    """Arguments of the model besides labels, ``attention_mask`` and those of packed rows as they are given."""
+    """Arguments of the model besides labels."""
     labels: Tensor
     """What each token of the inputs predicts, ``[rows, seq_len]``, int64; -100 where none is scored."""
     sequence_ids: Tensor | None = None
@@ -56,6 +56,11 @@ class Rows(NamedTuple):
         """The sum of each sequence's values, ``[num_sequences]``."""
         return sequence_sums(values, self.sequence_ids, self.num_sequences)
 
+    @property
+    def completions(self) -> Completions:
+        """The tokens with a label."""
+        return Completions(self.labels != IGNORE_INDEX, self.sequence_ids, self.num_sequences)
+
     def to_context(self, context: ContextParallel | None) -> "Rows":
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
         if context is None:
@@ -72,7 +77,7 @@ class Rows(NamedTuple):
 
 
 def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
-    """The sequences of a batch.
+    """The sequences of a batch; raises TypeError and ValueError for one that does not fit.
 
     Args:
         batch: ``input_ids`` ``[rows, seq_len]`` int64, ``completion_mask`` of the same shape (True or 1 for tokens of
@@ -81,10 +86,6 @@ def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
             number for padding), and their number: ``num_sequences``, an integer, or ``cu_seq_lens_q``, where they start
             and the last one ends; without both the device is asked for the largest.
         prefix: Of the names of the keys, such as ``"KL_"``.
-
-    Raises:
-        TypeError: For values that are no tensors of integers.
-        ValueError: For missing keys, and shapes that do not fit.
     """
     for key in ("input_ids", "completion_mask"):
         if batch.get(prefix + key) is None:
@@ -128,18 +129,9 @@ def read_tokens(
 ) -> Rows:
     """The rows of a batch with ``labels`` (unshifted) or ``shift_labels``, as ``LigerLMMixin`` takes it.
 
-    ``completion_mask`` (1 at tokens that have a label) may stand in their place.
-
-    Args:
-        stage: ``"train"``, ``"val"`` or ``"test"``.
-        batch: The batch of the data loader.
-        model: Its keys, and those of ``columns``, are the ones that a batch may have.
-        columns: Names of values that are not for the model, which become ``extras``.
-        prefixes: Of further such names.
-
-    Raises:
-        TypeError: For values that are no tensors of integers.
-        ValueError: For missing and unknown keys, and shapes that do not fit.
+    ``completion_mask`` (1 at tokens that have a label) may stand in their place. Raises TypeError and ValueError for a
+    batch that does not fit. Keys are those of the model; of ``columns``, and with one of the ``prefixes``, which become
+    ``extras``.
     """
     extras: dict[str, Any] = {}
     if isinstance(batch, Mapping):

@@ -17,8 +17,6 @@ from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.weights.materialize import has_meta_tensors, materialize
 from lightning_liger.weights.pretrained import load_pretrained
 
-_SEED = 0
-
 
 def build_frozen(config: PreTrainedConfig, pretrained: str | None, device: torch.device, dtype: torch.dtype) -> Any:
     """A model with the weights of a folder, or with random ones that are the same on all ranks."""
@@ -27,7 +25,7 @@ def build_frozen(config: PreTrainedConfig, pretrained: str | None, device: torch
         if pretrained is not None and device.type != "meta":
             return AutoModelForCausalLM.from_pretrained(pretrained, config=config, local_files_only=True, **settings)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(_SEED)
+            torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, **settings)
     if pretrained is not None:
         load_pretrained(model, pretrained)
@@ -37,14 +35,10 @@ def build_frozen(config: PreTrainedConfig, pretrained: str | None, device: torch
 def prepare_frozen(
     model: nn.Module, device: torch.device, *, context: ContextParallel | None = None, is_sharded: bool = False
 ) -> nn.Module:
-    """Makes ``model`` ready for forward passes without gradients, whatever engine trains the other model.
+    """Makes ``model`` ready for forward passes without gradients on ``device``, whatever engine trains the other model.
 
-    Args:
-        model: It is frozen, in evaluation mode, patched with all kernels that fit, and moved to ``device``.
-        device: Of the module that trains.
-        context: The group of ranks that share sequences.
-        is_sharded: Whether all ranks share its parameters, by FSDP2: each layer is whole only while it runs. A model on
-            the meta device gets its values after it was sharded.
+    It is frozen, in evaluation mode, and patched with all kernels that fit. With ``is_sharded`` all ranks share its
+    parameters, by FSDP2: each layer is whole only while it runs. A model on the meta device gets its values last.
     """
     model.requires_grad_(False).eval()
     if not any(isinstance(module, Patched) for module in model.modules()):
@@ -68,8 +62,7 @@ class LigerTeacherMixin(LigerPostTrainingMixin):
 
     shard_teacher = False
     _teacher: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no submodule
-    _teacher_hook = "configure_teacher"
-    """The method that makes it."""
+    _teacher_hook = "configure_teacher"  # which makes it
 
     @property
     def teacher(self) -> nn.Module | None:

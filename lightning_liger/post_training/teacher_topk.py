@@ -26,8 +26,7 @@ from lightning_liger.post_training.reference import evaluating
 from lightning_liger.post_training.rows import read_tokens
 from lightning_liger.training.language_model import LanguageModel
 
-_CHUNK_BYTES = 2**29
-_BYTES_PER_LOGIT = 16
+_CHUNK_BYTES, _BYTES_PER_LOGIT = 2**29, 16
 
 
 def teacher_topk_rows(
@@ -152,14 +151,13 @@ def store_teacher_topk(
         TypeError: As :func:`teacher_topk_rows`.
         ValueError: As :func:`teacher_topk_rows` and :func:`lightning_liger.data.write_teacher_topk`.
     """
-    tokenizer, batches = None, data
+    tokenizer, batches = getattr(data, "text_tokenizer", None), cast(Any, data)
     if isinstance(data, L.LightningDataModule):
-        tokenizer, loader = getattr(data, "text_tokenizer", None), data.train_dataloader()
-        batches = loader
+        batches = data.train_dataloader()
         # In order, and with the last rows, which the loader might leave out.
-        if isinstance(loader, DataLoader) and loader.batch_size and not isinstance(loader.dataset, IterableDataset):
+        if isinstance(batches, DataLoader) and batches.batch_size and not isinstance(batches.dataset, IterableDataset):
             batches = DataLoader(
-                loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, num_workers=loader.num_workers
+                batches.dataset, batches.batch_size, collate_fn=batches.collate_fn, num_workers=batches.num_workers
             )
-    rows = teacher_topk_rows(model, cast(Any, batches), temperature=temperature, **options)
+    rows = teacher_topk_rows(model, batches, temperature=temperature, **options)
     write_teacher_topk(path, rows, tokenizer=tokenizer, temperature=temperature, dtype=dtype)

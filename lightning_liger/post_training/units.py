@@ -9,8 +9,7 @@ from liger_ops import TokenScores
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.scores import token_loss
 
-MAX_UNIT_BYTES = 2**30
-"""Of the logits of a unit, which are in memory at once."""
+MAX_UNIT_BYTES = 2**30  # of the logits of a unit, which are in memory at once
 
 
 def can_take_units(logits: Tensor, max_unit_tokens: int) -> bool:
@@ -30,7 +29,7 @@ def unit_loss(
     outputs: Sequence[str] = ("log_probs",),
     detach: Sequence[str] = (),
 ) -> tuple[Tensor, TokenScores]:
-    """The sum of a loss over units of tokens.
+    """The sum of a loss over units of tokens, differentiable; and the scores of all tokens, which are not.
 
     Args:
         logits: ``[..., vocab_size]``, lazy or materialized.
@@ -40,9 +39,6 @@ def unit_loss(
             own tokens only. It is called for some units at a time; the scores of the others' tokens are 0 then.
         outputs: The scores it gets.
         detach: Those that it gets without gradient.
-
-    Returns:
-        The sum, differentiable; and the scores of all tokens, which are not.
     """
 
     def chunk_losses(scores: TokenScores, index: Tensor) -> Tensor:

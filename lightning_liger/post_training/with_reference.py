@@ -14,10 +14,10 @@ from lightning_liger.losses.options import Count, Share
 from lightning_liger.post_training.base import LigerPostTrainingMixin
 from lightning_liger.post_training.reference import (
     disable_dropout,
-    drop_from_state_dict,
     drop_reference,
     evaluating,
     has_adapters,
+    keep_reference_out,
     without_adapters,
 )
 from lightning_liger.training.protocol import engine_of
@@ -53,7 +53,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         if getattr(self, "ref_model", None) is None:
             self.ref_model = None
         if not self.sync_ref_model:
-            drop_from_state_dict(self, "ref_model")
+            keep_reference_out(self)
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -68,7 +68,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         raise NotImplementedError(f"{type(self).__name__} must implement needs_reference")
 
     def _without_reference(self) -> dict[str, Any]:
-        """What each setting of the reference has to be for a loss that has none."""
+        """The settings of a loss that has no reference."""
         return {"reference": "auto", "sync_ref_model": False}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -126,7 +126,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if not self.sync_ref_model:
-            drop_reference(checkpoint.get("state_dict", {}), "ref_model.")
+            drop_reference(checkpoint.get("state_dict", {}))
 
     def _reference_kind(self) -> str:
         """``"model"`` or ``"adapters"``, of the log-probabilities that are computed here."""
