@@ -48,15 +48,15 @@ class Completions:
         """The mean over each completion's scored tokens, ``[num_sequences]``, 0 without any."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
-    def last(self, values: Tensor) -> Tensor:
-        """The value at each completion's last scored token, ``[num_sequences]``; any token's without scored ones."""
-        places = torch.arange(self.mask.numel(), device=self.mask.device).view_as(self.mask)
-        ids = self.sequence_ids
-        if ids is None:
-            ids = torch.arange(len(self.mask), device=self.mask.device)[:, None].expand_as(self.mask)
-        found = torch.zeros(self.count + 1, dtype=torch.int64, device=self.mask.device)
-        into = torch.where(self.mask, ids, self.count).flatten()
-        return values.flatten()[found.scatter_reduce(0, into, places.flatten(), "amax")[: self.count]]
+    @property
+    def positions(self) -> Tensor:
+        """The number of each scored token among those of its completion, from 1; any number for others."""
+        counted = self.mask.cumsum(-1)
+        if self.sequence_ids is None:
+            return counted
+        starts = torch.ones_like(self.mask)
+        starts[..., 1:] = self.sequence_ids.diff(dim=-1) != 0
+        return counted - torch.where(starts, counted - self.mask.long(), 0).cummax(-1).values
 
     def spread(self, values: Tensor) -> Tensor:
         """``[num_sequences]`` as one value for each token, in a shape that broadcasts with the mask's."""
@@ -67,10 +67,5 @@ class Completions:
 
         1 up to the length of the shorter completion of a pair, then ``alpha``; 0 for tokens that are not scored.
         """
-        counted = self.mask.cumsum(-1)
-        if self.sequence_ids is not None:  # from the start of each sequence
-            starts = torch.ones_like(self.mask)
-            starts[..., 1:] = self.sequence_ids.diff(dim=-1) != 0
-            counted = counted - torch.where(starts, counted - self.mask.long(), 0).cummax(-1).values
         shared = torch.minimum(*self.lengths.chunk(2)).repeat(2)
-        return torch.where(counted <= self.spread(shared), 1.0, alpha) * self.mask
+        return torch.where(self.positions <= self.spread(shared), 1.0, alpha) * self.mask

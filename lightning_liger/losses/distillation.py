@@ -1,4 +1,4 @@
-"""Knowledge distillation from stored or sampled teacher tokens, as functions of log-probabilities.
+"""Knowledge distillation from stored or sampled teacher tokens, or from a teacher with another tokenizer.
 
 A teacher's distribution p is known on a support S of K token ids; q is the student's distribution over the whole
 vocabulary. All functions take ``[..., K]`` (or, for sampled tokens, ``[...]``) log-probabilities and return losses
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops.arguments import check_floating, check_shape, wrong_type, wrong_value
@@ -80,6 +81,19 @@ class SampledDistillationOptions(Options):
 
     estimator: SampledEstimator = "policy_gradient"
     distillation_is_clip: Positive | None = 2.0
+
+
+@dataclass(frozen=True)
+class ULDOptions(Options):
+    """Options of Universal Logit Distillation, with the names and defaults of TRL's GOLD.
+
+    Args:
+        uld_student_temperature: Of the student's distribution.
+        uld_teacher_temperature: Of the teacher's distribution.
+    """
+
+    uld_student_temperature: Positive = 1.0
+    uld_teacher_temperature: Positive = 1.0
 
 
 def sparse_divergence(
@@ -227,6 +241,45 @@ def sampled_divergence(
             weight = age.exp().clamp(max=options.distillation_is_clip)
             losses, metrics["importance_weight"] = losses * weight, weight
     return losses, metrics
+
+
+def universal_logit_divergence(
+    student_logits: Tensor, teacher_logits: Tensor, options: ULDOptions | None = None
+) -> Tensor:
+    """The distance of a student from a teacher with another vocabulary, by sorted probabilities.
+
+    ``D = sum_k |sort(q)_k - sort(p)_k|``, both in descending order, the shorter one followed by zeros, whichever tokens
+    they are (arXiv:2402.12030, equation 5). Rows have to be whole to be sorted: call it with a few tokens at a time, as
+    :class:`~lightning_liger.LigerDistillationMixin` does.
+
+    Args:
+        student_logits: ``[..., student_vocab_size]``, floating point, differentiable.
+        teacher_logits: ``[..., teacher_vocab_size]``, of the same tokens. No gradient.
+        options: See :class:`ULDOptions`; None for the defaults.
+
+    Returns:
+        ``[...]`` in at least float32.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For shapes that do not fit.
+    """
+    options = options or ULDOptions()
+    check_floating("student_logits", student_logits)
+    check_floating("teacher_logits", teacher_logits)
+    if not student_logits.ndim or student_logits.shape[:-1] != teacher_logits.shape[:-1]:
+        raise wrong_value(
+            "teacher_logits", f"[..., vocab_size] of {tuple(student_logits.shape[:-1])} tokens", teacher_logits
+        )
+    student = _sorted_probabilities(student_logits, options.uld_student_temperature)
+    teacher = _sorted_probabilities(teacher_logits.detach(), options.uld_teacher_temperature)
+    missing = teacher.shape[-1] - student.shape[-1]
+    student, teacher = F.pad(student, (0, max(0, missing))), F.pad(teacher, (0, max(0, -missing)))
+    return (student - teacher).abs().sum(-1)
+
+
+def _sorted_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    return (_at_least_float32(logits) / temperature).log_softmax(-1).exp().sort(dim=-1, descending=True).values
 
 
 def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Tensor:

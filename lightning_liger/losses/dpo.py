@@ -35,15 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import (
-    check_choice,
-    check_floating_tensors,
-    check_number,
-    check_shape,
-    check_tensor,
-    wrong_type,
-    wrong_value,
-)
+from liger_ops.arguments import check_choice, check_number, wrong_type, wrong_value
 from lightning_liger.losses.options import Options, Positive, Share
 
 DPOLoss = Literal[
@@ -129,10 +121,10 @@ class PreferenceOptions(Options):
     @property
     def is_of_single_examples(self) -> bool:
         """Whether the loss is a sum over pairs or triples, each of which depends on its own sequences only."""
-        return not self.is_labelled and not self.has_nll
+        return not self.has_nll
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        """The loss of each pair or triple, and its metrics; raises for vectors that are missing or do not fit."""
+        """The loss of each pair or triple, and its metrics."""
         raise NotImplementedError
 
 
@@ -212,11 +204,6 @@ class DPOOptions(PreferenceOptions):
         return super().is_of_single_examples and not _SORTED.intersection(self.loss_types)
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        check_pairs(pairs)
-        if pairs.ref_chosen is None or pairs.ref_rejected is None:
-            raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
-        if self.use_weighting and pairs.weight is None:
-            raise wrong_value("pairs.weight", "the weights of wpo_weights for use_weighting=True", None)
         ratios = _Ratios(pairs, self)
         losses, nll = torch.zeros_like(ratios.chosen), None
         factor = 1.0 if pairs.weight is None or not self.use_weighting else pairs.weight.detach()
@@ -227,18 +214,6 @@ class DPOOptions(PreferenceOptions):
             else:
                 losses = losses + weight * factor * _LOSSES[loss_type](ratios)
         return PairLosses(losses, nll, pair_metrics(ratios.chosen, ratios.rejected, pairs.chosen, pairs.rejected))
-
-
-def check_pairs(pairs: PairLogProbs) -> None:
-    """Raises unless all vectors of ``pairs`` fit ``pairs.chosen``."""
-    given = {f"pairs.{name}": value for name, value in pairs._asdict().items() if value is not None}
-    chosen = given.pop("pairs.chosen")
-    check_floating_tensors("pairs.chosen", chosen, **{name: x for name, x in given.items() if ".num_" not in name})
-    if chosen.ndim != 1:
-        raise wrong_value("pairs.chosen", "a vector with a number for each pair", chosen)
-    for name, value in given.items():
-        check_tensor(name, value)
-        check_shape(name, value, chosen.shape, "one value for each pair")
 
 
 PAIR_METRICS = (

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_floating_tensors, check_shape, check_tensor, wrong_type, wrong_value
 from lightning_liger.losses.dpo import PAIR_METRICS, PreferenceOptions
 from lightning_liger.losses.options import NonNegative, Positive
 
@@ -68,14 +67,6 @@ def kto_loss(
     From log-probabilities summed over completions, ``[B]``, and whether they are desirable, bool; ``baseline`` is
     ``kl`` of :func:`kl_estimate` for ``"kto"``, ``delta`` for ``"bco"``.
     """
-    check_floating_tensors("log_probs", log_probs, ref_log_probs=ref_log_probs, optional=False)
-    if log_probs.ndim != 1:
-        raise wrong_value("log_probs", "a vector with a number for each completion", log_probs)
-    check_shape("ref_log_probs", ref_log_probs, log_probs.shape, "one value for each completion")
-    check_tensor("labels", labels)
-    if labels.dtype != torch.bool:
-        raise wrong_type("labels", "a tensor of dtype torch.bool", labels)
-    check_shape("labels", labels, log_probs.shape, "one value for each completion")
     ratios = log_probs - ref_log_probs
     baseline = baseline.detach() if isinstance(baseline, Tensor) else baseline
     sign = 2 * labels.to(ratios.dtype) - 1

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_liger.losses.dpo import PairLogProbs, PairLosses, PreferenceOptions, check_pairs, pair_metrics
+from lightning_liger.losses.dpo import PairLogProbs, PairLosses, PreferenceOptions, pair_metrics
 from lightning_liger.losses.options import Positive
 
 _LARGEST = -1e-7
@@ -37,7 +37,6 @@ class ORPOOptions(PreferenceOptions):
         return (*super().metric_names, "log_odds_ratio", "log_odds_chosen")
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        check_pairs(pairs)
         chosen, rejected = pairs.averages
         log_odds = log_odds_of(chosen) - log_odds_of(rejected)
         log_ratio = F.logsigmoid(log_odds)

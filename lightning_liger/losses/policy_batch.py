@@ -13,9 +13,17 @@ from torch import Tensor
 
 from liger_ops.arguments import wrong_type, wrong_value
 from lightning_liger.losses.completions import Completions
-from lightning_liger.losses.policy import clipped_loss, policy_terms, safe_exp, token_weights, vespo_weights
+from lightning_liger.losses.policy import (
+    clipped_loss,
+    off_policy_mask,
+    policy_terms,
+    safe_exp,
+    sampling_ratio,
+    token_weights,
+    top_entropy_mask,
+    vespo_weights,
+)
 from lightning_liger.losses.policy_options import OF_SEQUENCES, PolicyOptions
-from lightning_liger.losses.policy_weights import off_policy_mask, sampling_ratio, top_entropy_mask
 
 
 class PolicyBatch(NamedTuple):
@@ -125,12 +133,8 @@ def policy_objective(
 ) -> PolicyObjective:
     """The loss of a batch, of any type.
 
-    Args:
-        log_probs: Of the policy, ``[num_rows, seq_len]``, differentiable; anything where a token is not scored.
-        entropies: Of each token.
-        batch: The completions.
-        options: The loss.
-        gather: As for :func:`~lightning_liger.losses.policy_weights.top_entropy_mask`.
+    From log-probabilities, ``[num_rows, seq_len]``, differentiable, and entropies of tokens; anything where a token is
+    not scored. ``gather`` is as for :func:`~lightning_liger.losses.policy.top_entropy_mask`.
     """
     completions, mask = batch.completions, batch.completions.mask
     # Nothing that is not scored reaches the arithmetic, whose gradient a mask afterwards would not keep from NaN.

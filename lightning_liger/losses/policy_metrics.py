@@ -85,7 +85,6 @@ def policy_metrics(
     found |= zip(_LENGTHS, _of_lengths(lengths, torch.ones_like(lengths, dtype=torch.bool)), strict=True)
     if is_terminated is not None:
         is_known = lengths > 0
-        is_terminated = is_terminated & is_known
         found["completions/clipped_ratio"] = (is_known & ~is_terminated).sum(), is_known.sum()
         found |= zip(OF_DATA[6:9], _of_lengths(lengths, is_terminated), strict=True)
     return found

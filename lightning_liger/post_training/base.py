@@ -67,9 +67,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check_arguments()
-        self._hidden_metrics: set[str] = set()
-        """Metrics of ``metric_kinds`` that the data do not have, which are not logged; the same on all ranks."""
-        self._has_auxiliary = False
+        self._hidden_metrics = {"aux_loss"}
+        """Metrics that the data or the model do not have, which are not logged; the same on all ranks."""
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
         self._num_counted = self._next_index = 0
@@ -115,8 +114,6 @@ class LigerPostTrainingMixin(LigerStepMixin):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement count_units(batch), as its loss has several")
 
-    # For steps
-
     def call_model(
         self, inputs: Mapping[str, Any], labels: Tensor, model: nn.Module | None = None
     ) -> tuple[LazyLogits | Tensor, Tensor | None]:
@@ -154,6 +151,9 @@ class LigerPostTrainingMixin(LigerStepMixin):
         from torch.distributed.nn.functional import all_reduce  # whose package makes files when it is imported
 
         return cast(Tensor, all_reduce(tensor, group=self.context.group))
+
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor if self._attached_trainer is None else sum_over_ranks(self.trainer, tensor)
 
     # The steps
 
@@ -205,7 +205,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
             if counts:
                 rows = [[float(each[term.unit]) / self._num_shares(term) for term in terms] for each in counts]
                 own = own + torch.tensor(rows, dtype=torch.float64).sum(0).to(own.device)
-            totals = sum_over_ranks(self.trainer, own)
+            totals = self._sum_over_ranks(own)
             self._unit_totals = totals if self._unit_totals is None else self._unit_totals + totals
             self._num_counted += 1 + len(ahead)
             self._next_index = index + 1 + len(ahead)
@@ -227,21 +227,20 @@ class LigerPostTrainingMixin(LigerStepMixin):
         """Adds a batch to the stage's metrics and logs them."""
         if self._attached_trainer is None:
             return
-        self._has_auxiliary = result.auxiliary is not None
-        auxiliary: dict[str, Measured] = {"aux_loss": Mean(*parts[-1])} if self._has_auxiliary else {}
-        measured = {**result.metrics, **auxiliary}
+        measured = dict(result.metrics)
+        self._hidden_metrics.add("aux_loss")
+        if result.auxiliary is not None:
+            measured["aux_loss"] = Mean(*parts[-1])
+            self._hidden_metrics.discard("aux_loss")
         metrics, _ = self._stage_metrics(stage)
         if unknown := sorted(measured.keys() - set(metrics)):
             raise ValueError(f"metrics of step_loss must be listed in metric_kinds, got {unknown}")
         metrics["loss"].update(parts)
         for name, value in measured.items():
             metrics[name].update(*(value if isinstance(value, tuple) else (value,)))
-        self._log_metrics(stage, [name for name in metrics if self._is_logged(name)])
+        self._log_metrics(stage, [name for name in metrics if name not in self._hidden_metrics])
         if stage == "train":
             self._add_step_sums(measured, parts.device)
-
-    def _is_logged(self, name: str) -> bool:
-        return name not in self._hidden_metrics and (name != "aux_loss" or self._has_auxiliary)
 
     def _step_names(self) -> list[str]:
         """The metrics that are logged for each training step."""
@@ -263,10 +262,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
             return
         sums, self._step_sums = self._step_sums, None
         if self._normalizes_steps():
-            sums = sum_over_ranks(self.trainer, sums)
+            sums = self._sum_over_ranks(sums)
         kinds = self.metric_kinds()
         for name, (total, count) in zip(self._step_names(), sums, strict=True):
-            if self._is_logged(name):
+            if name not in self._hidden_metrics:
                 self.log(f"train_{name}_step", total if kinds.get(name) == "sum" else total / count)
 
     def _seen(self, model: nn.Module | None) -> LanguageModel:

@@ -12,8 +12,7 @@ from torch import nn
 
 from liger_ops.arguments import wrong_value
 from lightning_liger.losses.options import Options, declared
-from lightning_liger.post_training.reference import sum_of_bits
-from lightning_liger.post_training.with_reference import LigerReferenceMixin
+from lightning_liger.post_training.reference import LigerReferenceMixin, sum_of_bits
 from lightning_liger.training.causal_lm import LigerCausalLM
 
 _RANDOM_REFERENCE = "random_reference_fingerprint"

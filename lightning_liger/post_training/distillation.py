@@ -16,10 +16,14 @@ from liger_ops.divergence.options import num_common_columns
 from liger_ops.loss.chunked_loss import choose_chunk_size
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.scores import divergence, logit_rows, token_loss, token_scores, topk_log_probs
-from lightning_liger.losses.distillation import first_occurrences, sampled_divergence, sparse_divergence
+from lightning_liger.losses.distillation import (
+    first_occurrences,
+    sampled_divergence,
+    sparse_divergence,
+    universal_logit_divergence,
+)
 from lightning_liger.losses.distillation_options import DistillationOptions
 from lightning_liger.losses.options import Options
-from lightning_liger.losses.uld import universal_logit_divergence
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.causal_lm import LossCausalLM, takes
 from lightning_liger.post_training.metrics import Mean, Measured
@@ -80,7 +84,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._hidden_metrics = {"importance_weight"}  # until data have old_per_token_logps
+        self._hidden_metrics.add("importance_weight")  # until data have old_per_token_logps
 
     def configure_teacher(self) -> nn.Module | None:
         """Returns the teacher, None if batches have all that is needed. Called once, when a stage begins."""

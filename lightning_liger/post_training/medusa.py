@@ -4,24 +4,24 @@ arXiv:2401.10774, section 2.2. See :mod:`lightning_liger.losses.multi_head` for 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from liger_ops.arguments import check_path, wrong_type, wrong_value
+from liger_ops import TokenScores
+from liger_ops.arguments import check_number, check_path, wrong_type, wrong_value
 from lightning_liger.lazy.distributed import DistributedLazyLogits
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
-from lightning_liger.lazy.scores import divergence
+from lightning_liger.lazy.scores import divergence, token_loss
 from lightning_liger.losses.multi_head import Schedule, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.losses.options import Count, Limits, NonNegative, Positive
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.causal_lm import LossCausalLM, takes
 from lightning_liger.post_training.medusa_heads import MedusaHeads, check_sizes, find_heads, head_of, load_medusa_heads
 from lightning_liger.post_training.metrics import Mean
-from lightning_liger.post_training.multi_token import multi_token_loss
 from lightning_liger.post_training.reference import evaluating, has_adapters, without_adapters
 from lightning_liger.post_training.rows import Rows, read_tokens
 from lightning_liger.post_training.teacher import LigerTeacherMixin, build_frozen
@@ -208,6 +208,50 @@ def _cross_entropy(name: str, logits: LazyLogits, targets: Tensor) -> tuple[Tens
 def _measured(name: str, loss: Tensor, correct: Tensor, targets: Tensor) -> dict[str, Mean]:
     count = (targets >= 0).sum()
     return {f"{name}_loss": Mean(loss.detach(), count), f"{name}_accuracy": Mean(correct.sum(), count)}
+
+
+def multi_token_loss(logits: Tensor, targets: Tensor, weights: Sequence[float]) -> tuple[Tensor, TokenScores]:
+    """The weighted sum of cross entropies of several predictions that share the unembedding.
+
+    For multi-token prediction (arXiv:2404.19737, arXiv:2412.19437), call the model's patched head once, with the hidden
+    states of all predictions stacked::
+
+        logits = model.get_output_embeddings()(torch.stack(hidden_states))  # lazy, [num_heads, batch_size, seq_len, V]
+        targets = torch.stack([targets_ahead(shift_labels(labels), k) for k in range(num_heads)])
+        loss, scores = multi_token_loss(logits, targets, deepseek_mtp_weights(num_heads))
+
+    A step costs three products of the head's size for each prediction, and the gradient of its weight is summed once.
+
+    Args:
+        logits: ``[num_heads, ..., vocab_size]``, lazy or materialized.
+        targets: ``[num_heads, ...]``, int64; -100 is ignored.
+        weights: Of each prediction.
+
+    Returns:
+        The sum over all tokens, a differentiable scalar, to be divided by a number of tokens; and the scores
+        ``log_probs`` and ``correct`` of all tokens, which have no gradient.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For shapes and numbers that do not fit.
+    """
+    if not isinstance(targets, Tensor):
+        raise wrong_type("targets", "a tensor of shape [num_heads, ...]", targets)
+    if not targets.ndim or not len(targets):
+        raise wrong_value("targets", "a tensor of shape [num_heads, ...] with at least one prediction", targets)
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise wrong_type("weights", "a list of numbers", weights)
+    if len(weights) != len(targets):
+        raise wrong_value("weights", f"as many numbers as targets {tuple(targets.shape)} have predictions", weights)
+    for index, weight in enumerate(weights):
+        check_number(f"weights[{index}]", weight, at_least=0)
+    factors, num_tokens = torch.tensor(weights, device=targets.device), targets[0].numel()
+
+    def weighted(scores: TokenScores, index: Tensor) -> Tensor:
+        log_probs = cast(Tensor, scores.log_probs)
+        return -factors.to(log_probs.dtype)[index // num_tokens] * log_probs
+
+    return token_loss(logits, targets, weighted, outputs=("log_probs", "correct"))
 
 
 @takes()

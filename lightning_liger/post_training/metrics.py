@@ -31,7 +31,7 @@ def mean_of(values: Tensor, where: Tensor | None = None) -> Mean:
 
 
 class RunningSum(RunningMetric):
-    """A sum over batches and ranks, such as a number of tokens."""
+    """A sum over batches and ranks."""
 
     def update(self, value: Tensor) -> None:
         self.parts = self.parts + value.detach()

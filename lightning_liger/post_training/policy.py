@@ -11,7 +11,7 @@ from liger_ops import TokenScores
 from liger_ops.arguments import check_tensor
 from lightning_liger.lazy.scores import token_loss, token_scores
 from lightning_liger.losses.options import Count, Positive
-from lightning_liger.losses.policy import num_units
+from lightning_liger.losses.policy import num_top_entropies, num_units
 from lightning_liger.losses.policy_batch import (
     PolicyBatch,
     PolicyObjective,
@@ -22,12 +22,10 @@ from lightning_liger.losses.policy_batch import (
 )
 from lightning_liger.losses.policy_metrics import OF_DATA, metric_kind, metric_names, policy_metrics, reward_metrics
 from lightning_liger.losses.policy_options import PolicyOptions
-from lightning_liger.losses.policy_weights import num_top_entropies
 from lightning_liger.post_training.base import StepLoss, Term
-from lightning_liger.post_training.completions import read_completions
 from lightning_liger.post_training.metrics import Mean, Measured
-from lightning_liger.post_training.rows import Rows
-from lightning_liger.post_training.with_reference import LigerReferenceMixin
+from lightning_liger.post_training.reference import LigerReferenceMixin
+from lightning_liger.post_training.rows import Rows, read_completions
 
 
 class LigerPolicyMixin(LigerReferenceMixin):
@@ -41,9 +39,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
 
     Batches are those of TRL's ``GRPOTrainer``, padded or packed, see :func:`read_completions`. Without
     ``old_per_token_logps`` the policy is the one that was sampled from. A reference (for ``beta`` above 0) is the
-    column ``ref_per_token_logps``; else ``ref_model``, which is frozen, in evaluation mode and not in checkpoints
-    (``configure_model`` makes it again); else the policy with its peft adapters off (or with one that is named
-    ``"ref"``). ``reference`` chooses one: ``"columns"``, ``"model"``, ``"adapters"``, or ``"auto"`` in this order.
+    column ``ref_per_token_logps``, ``ref_model``, or the policy with its peft adapters off (or with one that is named
+    ``"ref"``), see ``reference``.
 
     The loss is that of a whole optimizer step, whatever its split over micro-batches and ranks, divided by the number
     of tokens or completions (:mod:`lightning_liger.losses.policy`). With ``num_items_in_batch``, the number
@@ -76,9 +73,9 @@ class LigerPolicyMixin(LigerReferenceMixin):
         super().__init__(*args, **kwargs)
         names = metric_names(self.policy_options)
         names += ["policy_loss"] * (self.policy_options.entropy_coef > 0)
-        self._hidden_metrics = set(OF_DATA) - set(names)
-        self._kinds = {name: metric_kind(name) for name in (*names, *sorted(self._hidden_metrics))}
-        self._kinds["num_tokens"] = "sum"
+        of_data = sorted(set(OF_DATA) - set(names))
+        self._hidden_metrics.update(of_data)
+        self._kinds = {name: metric_kind(name) for name in (*names, *of_data)} | {"num_tokens": "sum"}
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.policy_options
@@ -216,8 +213,9 @@ class LigerPolicyMixin(LigerReferenceMixin):
     ) -> dict[str, Measured]:
         is_terminated = None
         if ends := _end_of_sequence_ids(self.model):
-            last = policy.completions.last(rows.labels)
-            is_terminated = torch.stack([last == end for end in ends]).any(0)
+            is_end = torch.stack([rows.labels == end for end in ends]).any(0)
+            is_last = policy.completions.positions == policy.completions.spread(policy.completions.lengths)
+            is_terminated = policy.completions.sum(is_end & is_last) > 0
         measured = policy_metrics(entropies, policy, result, self.policy_options, is_terminated)
         measured["num_tokens"] = rows.num_tokens / self._ranks_per_batch
         if isinstance(batch.get("rewards"), Tensor):

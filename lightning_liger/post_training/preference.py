@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from liger_ops import IGNORE_INDEX, TokenScores
 from liger_ops.arguments import check_path, check_shape, check_tensor, wrong_value
-from lightning_liger.lazy.scores import token_scores
+from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.scores import token_loss, token_scores
 from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, PairLosses, PreferenceOptions, wpo_weights
 from lightning_liger.losses.kto import KTOOptions, kl_estimate, kto_loss, reward_sums, running_delta
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.metrics import Mean, Measured, mean_of
 from lightning_liger.post_training.reference import (
+    LigerReferenceMixin,
     ReferenceCache,
     every_batch,
     has_adapters,
@@ -24,11 +26,10 @@ from lightning_liger.post_training.reference import (
     weights_fingerprint,
 )
 from lightning_liger.post_training.rows import Rows, read_rows
-from lightning_liger.post_training.units import can_take_units, unit_loss
-from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.sequences.labels import shift_labels
 
 _FINGERPRINT, _CACHE, _DELTA = "reference_fingerprint", "reference_log_probs", "running_delta"
+MAX_UNIT_BYTES = 2**30  # of the logits of a unit, such as a pair, which are in memory at once
 _MEASURED = ("entropy", "mean_logit", "correct")
 
 
@@ -103,7 +104,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reference_cache: ReferenceCache | None = None
-        self._reference_fingerprint: str | None = None
         self._is_precomputing = False
         self._reward_sums = torch.zeros(2, 2, dtype=torch.float64)  # of BCO, of all steps so far
 
@@ -120,7 +120,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss needs log-probabilities of a reference model."""
         return self.preference_loss.needs_reference
 
     def _without_reference(self) -> dict[str, Any]:
@@ -189,15 +188,15 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         self._is_precomputing = True
         try:
             kind, strategy = self._reference_kind(), self.trainer.strategy
-            is_resumed = self._reference_fingerprint is not None and kind == "policy"
+            cache = self._reference_cache
+            is_resumed = cache is not None and kind == "policy"
             if not is_resumed:
                 model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
                 settings = (kind, getattr(self.preference_loss, "ld_alpha", None))
                 fingerprint = weights_fingerprint(model, settings, without_adapters=kind == "adapters")
-                self._reference_fingerprint = fingerprint
-            cache = self._reference_cache
-            if cache is None or cache.fingerprint != self._reference_fingerprint:
-                cache = ReferenceCache(self.ref_log_probs_folder, cast(str, self._reference_fingerprint))
+                if cache is None or cache.fingerprint != fingerprint:
+                    cache = ReferenceCache(self.ref_log_probs_folder, fingerprint)
+            assert cache is not None
             for batch in every_batch(self.trainer):
                 for prefix in self._columns():
                     read_rows(batch, prefix)  # raises for keys that are missing
@@ -266,19 +265,18 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         super().on_save_checkpoint(checkpoint)
         if self.preference_loss.is_labelled:
             checkpoint[_DELTA] = self._reward_sums
-        if self._reference_fingerprint is not None:
-            checkpoint[_FINGERPRINT] = self._reference_fingerprint
-            if self._reference_cache is not None and self.ref_log_probs_folder is None:
-                checkpoint[_CACHE] = self._reference_cache.tensors()
+        if (cache := self._reference_cache) is not None:
+            checkpoint[_FINGERPRINT] = cache.fingerprint
+            if cache.path is None:
+                checkpoint[_CACHE] = cache.tensors()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if _DELTA in checkpoint:
-            self._reward_sums = checkpoint[_DELTA]
-        self._reference_fingerprint = checkpoint.get(_FINGERPRINT)
-        if _CACHE in checkpoint and self._reference_cache is None:
-            self._reference_cache = ReferenceCache(None, cast(str, self._reference_fingerprint))
-            self._reference_cache.load(checkpoint[_CACHE])
+        self._reward_sums = checkpoint.get(_DELTA, self._reward_sums)
+        self._reference_cache = None
+        if _FINGERPRINT in checkpoint:
+            self._reference_cache = ReferenceCache(self.ref_log_probs_folder, checkpoint[_FINGERPRINT])
+            self._reference_cache.load(checkpoint.get(_CACHE, {}))
 
     # Sequences
 
@@ -307,12 +305,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def _score(
         self, rows: Rows, losses: Callable[[SequenceScores], Tensor] | None = None
     ) -> tuple[SequenceScores, Tensor | None, Tensor | None]:
-        """Calls the policy.
+        """Calls the policy, and returns the sums over sequences and the losses that the model adds.
 
-        Returns:
-            The sums over sequences; the losses that the model adds; and the sum of ``losses``, those of examples which
-            depend on their own sequences only, if it was taken in the loop over the head: then the sums over sequences
-            have no gradient.
+        And the sum of ``losses``, those of examples which depend on their own sequences only, if it was taken in the
+        loop over the head: then the sums over sequences have no gradient.
         """
         options = self.preference_loss
         is_weighted = getattr(options, "use_weighting", False)
@@ -414,11 +410,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         total = torch.where(is_scored, difference, 0).sum()
         return kl_estimate(*self._sum_over_ranks(torch.stack((total, is_scored.sum().to(total.dtype)))))
 
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        if self._attached_trainer is None:
-            return tensor
-        return cast(Tensor, self.trainer.strategy.reduce(tensor, reduce_op="sum"))
-
     def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
         rows = self._rows(batch)
         return {"pairs": rows.num_sequences / self.preference_loss.num_sequences, "tokens": self._num_nll_tokens(rows)}
@@ -463,3 +454,42 @@ def _with_prompts_of_chosen(rows: Rows) -> Tensor:
     is_last[..., :-1] = numbers.diff(dim=-1) != 0
     is_chosen = is_real & (numbers >= 0) & (numbers < rows.num_sequences // 2) & ~is_last
     return torch.where(is_chosen, everything, rows.labels)
+
+
+def can_take_units(logits: Tensor, max_unit_tokens: int) -> bool:
+    """Whether it saves a product of the head's size to take units, of at most so many tokens, with all their logits."""
+    if not torch.is_grad_enabled() or not isinstance(logits, LazyLogits):
+        return False
+    unit_bytes = max_unit_tokens * logits.shape[-1] * logits.element_size()
+    return logits.head.requires_grad and unit_bytes <= MAX_UNIT_BYTES
+
+
+def unit_loss(
+    logits: Tensor,
+    labels: Tensor,
+    units: Tensor,
+    losses: Callable[[TokenScores], Tensor],
+    *,
+    outputs: Sequence[str] = ("log_probs",),
+    detach: Sequence[str] = (),
+) -> tuple[Tensor, TokenScores]:
+    """The sum of a loss over units of tokens, differentiable; and the scores of all tokens, which are not.
+
+    ``units`` is the unit of each token, from 0. ``losses`` gets the ``outputs`` of all tokens, those in ``detach``
+    without gradient, and returns the losses of all units, each of which depends on its own tokens only. It is called
+    for some units at a time; the scores of the others' tokens are 0 then.
+    """
+
+    def chunk_losses(scores: TokenScores, index: Tensor) -> Tensor:
+        whole = (
+            None if each is None else each.new_zeros(labels.numel()).index_put((index,), each).view(labels.shape)
+            for each in scores
+        )
+        total = losses(TokenScores(*whole)).sum()
+        return torch.cat([total[None], total.new_zeros(len(index) - 1)])  # which token has it does not matter
+
+    # Its gradient is that of the sum, but its value counts units with scores of 0.
+    total, scores = token_loss(logits, labels, chunk_losses, units=units, outputs=outputs, detach=detach)
+    with torch.no_grad():
+        value = losses(scores).sum()
+    return value.to(total.dtype) + (total - total.detach()), scores
