@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy_batch import PolicyBatch
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.post_training.policy import LigerPolicyMixin
 from tests.lightning_liger.losses.policy_batches import naive_loss
+from tests.lightning_liger.post_training.training import Recorded
 from tests.lightning_liger.tiny import tiny_llama
 
 Batch = dict[str, Any]
@@ -92,37 +91,18 @@ def rows_of(examples: list[Batch]) -> dict[str, list[Tensor]]:
     return columns
 
 
-class Policy(LigerPolicyMixin, L.LightningModule):
+class Policy(LigerPolicyMixin, Recorded):
     """A tiny Llama with SGD."""
 
     temperature = TEMPERATURE
+    learning_rate = 0.3
 
     def __init__(self, options: PolicyOptions, **settings: Any) -> None:
         self.policy_options = options
         for name, value in settings.items():
             setattr(self, name, value)
         super().__init__()
-        self.steps: list[dict[str, float]] = []
-        self.calls: list[str] = []
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self.model = tiny_llama()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
-
-
-def fit(module: L.LightningModule, batches: list[Batch], strategy: str = "liger", **options: Any) -> L.Trainer:
-    trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=False))  # type: ignore[arg-type]
-    return trainer
+        self.model = tiny_llama()
 
 
 def stock_scores(model: torch.nn.Module, examples: list[Batch]) -> tuple[Tensor, Tensor]:
@@ -159,14 +139,3 @@ def expected_model(steps: list[list[Batch]], options: PolicyOptions) -> tuple[to
         optimizer.step()
         losses.append(float(loss.detach()))
     return model, losses
-
-
-def assert_same_weights(model: torch.nn.Module, expected: torch.nn.Module) -> None:
-    stock = dict(expected.named_parameters())
-    moved = 0.0
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter, stock[name], rtol=2e-4, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
-        moved = max(moved, float((stock[name] - dict(tiny_llama().named_parameters())[name]).abs().max().detach()))
-    assert moved > 1e-3
