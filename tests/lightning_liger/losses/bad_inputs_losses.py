@@ -11,7 +11,6 @@ import torch
 from lightning_liger import (
     CPOOptions,
     DPOOptions,
-    KTOOptions,
     PolicyOptions,
     SparseDistillationOptions,
     TPOOptions,
@@ -24,8 +23,6 @@ from lightning_liger import (
     universal_logit_divergence,
 )
 from lightning_liger.losses.completions import Completions
-from lightning_liger.losses.dpo import PairLogProbs
-from lightning_liger.losses.kto import kto_loss
 from lightning_liger.losses.multi_head import scheduled_coefficient
 from lightning_liger.losses.policy_batch import PolicyBatch, check_policy_batch
 from tests.bad_inputs import row
@@ -33,14 +30,9 @@ from tests.bad_inputs import row
 V, R, Z = torch.zeros(3), torch.zeros(6), torch.zeros(2, 3)
 IDS, MASK = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3, dtype=torch.bool)
 CLIP = "vllm_importance_sampling_clip_max"
-KTO: dict[str, Any] = {"log_probs": V, "ref_log_probs": V, "labels": V.bool(), "options": KTOOptions()}
 SCHEDULE: dict[str, Any] = {"step": 0, "num_steps": 3, "schedule": "linear"}
 GROUPS = partial(group_advantages, R, 3)
 LEAVE_ONE_OUT = partial(leave_one_out_advantages, R, 3)
-
-
-def dpo(use_weighting: bool = False, **changed: Any) -> Any:
-    return lambda: DPOOptions(use_weighting=use_weighting).losses(PairLogProbs(V, V, V, V, V, V)._replace(**changed))
 
 
 def batch(options: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -69,20 +61,6 @@ WRONG: list[tuple[Any, ...]] = [
     (PolicyOptions, {"vllm_importance_sampling_mode": "token_truncate", CLIP: None}, CLIP, "None", "'token_truncate'"),
     (SparseDistillationOptions, {"support_mode": "ignore", "beta": 0.5}, "beta", "0.5", "support_mode='ignore'"),
     (SparseDistillationOptions, {"support_mode": "zero", "beta": 1.0}, "beta", "1.0", "infinite"),
-    (dpo(chosen="x"), {}, "pairs.chosen", "'x'", "floating"),
-    (dpo(chosen=V.long()), {}, "pairs.chosen", "int64", "floating"),
-    (dpo(chosen=torch.zeros(3, 2)), {}, "pairs.chosen", "(3, 2)", "a vector"),
-    (dpo(rejected=V[:2]), {}, "pairs.rejected", "(2,)", "(3,)"),
-    (dpo(num_chosen=3), {}, "pairs.num_chosen", "3", "a tensor"),
-    (dpo(ref_chosen=None), {}, "pairs.ref_chosen", "None", "reference model"),
-    (dpo(ref_rejected=V.to("meta")), {}, "pairs.ref_rejected", "meta", "device"),
-    (dpo(use_weighting=True), {}, "pairs.weight", "None", "use_weighting=True"),
-    (partial(TPOOptions().losses, PairLogProbs(V, V, V, V)), {}, "pairs.gold", "None", "a tensor"),
-    (kto_loss, KTO | {"log_probs": V[0]}, "log_probs", "()", "a vector"),
-    (kto_loss, KTO | {"ref_log_probs": None}, "ref_log_probs", "None", "floating"),
-    (kto_loss, KTO | {"ref_log_probs": V[:1]}, "ref_log_probs", "(1,)", "(3,)"),
-    (kto_loss, KTO | {"labels": V}, "labels", "float32", "torch.bool"),
-    (kto_loss, KTO | {"labels": V[:2].bool()}, "labels", "(2,)", "(3,)"),
     (batch({"loss_type": "rloo"}, advantages=Z), {}, "advantages", "(2, 3)", "[num_sequences]"),
     (batch({"beta": 0.1}), {}, "ref_log_probs", "None", "beta=0.1"),
     (batch({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, sampling_log_probs=Z), {}, "vespo",

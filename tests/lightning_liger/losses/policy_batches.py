@@ -137,7 +137,8 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
         sampling_drift = 0.0
         if options.off_policy_mask_threshold is not None:
             source = old if batch.sampling_log_probs is None else [batch.sampling_log_probs[row, t] for t in places]
-            sampling_drift = sum(float(s - x.detach()) for s, x in zip(source, current, strict=True)) / len(places)
+            drifts = [(s - x.detach()).nan_to_num(nan=0.0) for s, x in zip(source, current, strict=True)]
+            sampling_drift = float(sum(drifts)) / len(places)
         losses = []
         for i, (current_log_prob, a) in enumerate(zip(current, advantages, strict=True)):
             rho = torch.exp(mean_log_ratio if options.importance_sampling_level == "sequence" else log_ratios[i])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_liger.losses import cpo, dpo, kto, orpo
-from lightning_liger.losses.sequences import length_desensitized, sequence_sums
+from lightning_liger.losses import dpo
+from lightning_liger.losses.completions import Completions, sequence_sums
 
 B, S, V = 4, 9, 13
 
@@ -82,7 +82,7 @@ def our_pairs(options: dpo.DPOOptions, inputs: dict[str, Tensor], logits: Tensor
     mask = F.pad(inputs["completion_mask"][:, 1:], (0, 1)).bool()
     scores = outputs_of(logits, inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100))
     log_probs, numbers = F.pad(scores.log_probs, (0, 1)), sequence_sums(mask)
-    weights = mask if options.ld_alpha is None else length_desensitized(mask, numbers, options.ld_alpha)
+    weights = mask if options.ld_alpha is None else Completions(mask).length_desensitized(options.ld_alpha)
     chosen, rejected = sequence_sums(log_probs * weights).chunk(2)
     plain = sequence_sums(log_probs)
     weight = dpo.wpo_weights(plain, sequence_sums(scores.log_sum_sq_probs), *numbers.chunk(2))
@@ -122,69 +122,3 @@ def test_dpo() -> None:
         torch.testing.assert_close(got_gradient, want_gradient, rtol=1e-4, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")
         for name, vector in got_metrics.items():
             assert want_metrics[name] == [pytest.approx(float(vector.mean()), rel=1e-4, abs=1e-6)], name
-
-
-def test_cpo() -> None:
-    trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", exc_type=ImportError).CPOTrainer
-    inputs, logits = batch(0)
-    pairs = our_pairs(dpo.DPOOptions(), inputs, logits)
-    for kind in ("sigmoid", "hinge", "ipo", "simpo"):
-        for alpha in (0.0, 0.2):
-            options = cpo.CPOOptions(kind, beta=0.7, alpha=alpha)
-            is_mean = kind in ("ipo", "simpo")
-            given = [
-                each / number if is_mean else each
-                for each, number in ((pairs.chosen, pairs.num_chosen), (pairs.rejected, pairs.num_rejected))
-            ]
-            fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-            own = SimpleNamespace(**fields, accelerator=Accelerator())
-            losses, chosen, rejected = trainer.cpo_loss(own, *given)
-            got = options.losses(pairs)
-            torch.testing.assert_close(got.losses, losses, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(got.metrics["rewards/chosen"], chosen, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(got.metrics["rewards/rejected"], rejected, rtol=1e-4, atol=1e-5)
-
-
-def test_orpo() -> None:
-    trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", exc_type=ImportError).ORPOTrainer
-    inputs, logits = batch(1)
-    pairs = our_pairs(dpo.DPOOptions(), inputs, logits)
-    means = pairs.chosen / pairs.num_chosen, pairs.rejected / pairs.num_rejected
-    ratio, chosen, rejected, mean_ratio, mean_odds = trainer.odds_ratio_loss(
-        SimpleNamespace(beta=0.3, accelerator=Accelerator()), *means
-    )
-    got = orpo.ORPOOptions(0.3).losses(pairs)
-    torch.testing.assert_close(-got.losses, ratio)
-    torch.testing.assert_close(got.metrics["rewards/chosen"], chosen)
-    torch.testing.assert_close(got.metrics["rewards/rejected"], rejected)
-    torch.testing.assert_close(got.metrics["log_odds_ratio"].mean(), torch.as_tensor(mean_ratio))
-    torch.testing.assert_close(got.metrics["log_odds_chosen"].mean(), torch.as_tensor(mean_odds))
-
-
-def test_kto() -> None:
-    trainer = pytest.importorskip("trl.trainer.kto_trainer", exc_type=ImportError).KTOTrainer
-    from collections import defaultdict
-
-    inputs, logits = batch(2)
-    labels = torch.arange(2 * B) % 3 == 0
-    scores = outputs_of(logits, inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100))
-    references = -torch.rand(2, 2 * B) * 10
-    mismatched = -torch.rand(2 * B) * 10 + 5
-    given = {key: inputs[key] for key in ("input_ids", "attention_mask", "completion_mask")}
-    given |= {"label": labels, "ref_logps": references[0], "ref_KL_logps": references[1]}
-    for kind in ("kto", "apo_zero_unpaired"):
-        options = kto.KTOOptions(kind, 0.3, 1.3, 0.6)
-        metrics: Any = {"train": defaultdict(list)}
-        model: Any = lambda labels, **_: scores  # noqa: E731
-        model.training = True
-        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-        own = SimpleNamespace(
-            **fields, model=model, _metrics=metrics, accelerator=Accelerator(), aux_loss_enabled=False,
-            precompute_ref_logps=True, calculate_KL=kind == "kto", _total_train_tokens=0, _tp_size=1,
-            _compute_kl_logps=lambda *_: mismatched,
-        )  # fmt: skip
-        want = trainer._compute_loss(own, model, given, False)
-        kl = kto.kl_estimate((mismatched - references[1]).sum(), 2 * B)
-        got = kto.kto_loss(sequence_sums(scores.log_probs), references[0], labels, options, baseline=kl)
-        torch.testing.assert_close(got.losses.mean(), want)
-        assert metrics["train"]["rewards/chosen"] == [pytest.approx(float(got.rewards[labels].mean()), rel=1e-5)]
