@@ -59,15 +59,11 @@ def programs(draw: st.DrawFn, loss_type: str) -> tuple[PolicyOptions, dict[str, 
     return options_for(loss_type, **changes), kinds
 
 
-def wider(value: Tensor) -> Tensor:
-    return torch.nn.functional.pad(value, (2, 3), value=0 if value.dtype == torch.bool else math.nan)
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(data=st.data())
 def test_losses_and_gradients_equal_the_published_formulas_in_every_form(loss_type: str, data: st.DataObject) -> None:
-    """Padded, with more padding, packed, in micro-batches, and token by token in chunks where a token is enough."""
+    """Padded, packed, in micro-batches, and token by token in chunks where a token is enough."""
     options, kinds = data.draw(programs(loss_type))
     log_probs, entropies, batch = padded_batch(**kinds)
     if batch.sampling_log_probs is not None:
@@ -76,12 +72,6 @@ def test_losses_and_gradients_equal_the_published_formulas_in_every_form(loss_ty
     expected = naive_loss(leaf, batch, options)
     (expected_gradient,) = torch.autograd.grad(expected, leaf)
     units, mask = num_units(batch.completions, options), batch.completions.mask
-
-    def with_more_padding(*values: Any) -> tuple[Tensor, Tensor, PolicyBatch]:
-        *others, (_, advantages, *columns) = values
-        advantages = wider(advantages) if advantages.ndim == 2 else advantages
-        columns = [None if each is None else wider(each) for each in columns]
-        return *map(wider, others), PolicyBatch(Completions(wider(mask)), advantages, *columns)  # type: ignore[return-value]
 
     def in_micro_batches(log_probs: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -99,7 +89,6 @@ def test_losses_and_gradients_equal_the_published_formulas_in_every_form(loss_ty
 
     forms: dict[str, Any] = {
         "padded": lambda x: loss_of(x, entropies, batch, options),
-        "wide": lambda x: loss_of(*with_more_padding(x, entropies, batch), options),
         "packed": lambda x: loss_of(*packed_batch(x, entropies, batch), options),
         "micro-batches": in_micro_batches,
     }

@@ -58,37 +58,31 @@ def apart(examples: list[Batch]) -> Batch:
 
 def joined(examples: list[Batch]) -> Batch:
     """Rows of ``input_ids``, padded on the right."""
-    columns = rows_of(examples)
-    batch = {key: torch.stack(values) if values[0].ndim == 0 else pad(values) for key, values in columns.items()}
-    batch["attention_mask"] = pad([torch.ones_like(row) for row in columns["input_ids"]])
-    return batch
+    columns = columns_of(examples)
+    lengths = {"attention_mask": [torch.ones_like(row) for row in columns["input_ids"]]}
+    return {key: torch.stack(x) if x[0].ndim == 0 else pad(x) for key, x in (columns | lengths).items()}
 
 
 def packed(examples: list[Batch]) -> Batch:
     """One row of all sequences."""
-    columns = rows_of(examples)
-    batch = {
-        key: torch.stack(values) if values[0].ndim == 0 else torch.cat(values)[None] for key, values in columns.items()
-    }
-    lengths = [len(row) for row in columns["input_ids"]]
-    batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-    batch["sequence_ids"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    return batch | {"num_sequences": len(lengths)}
+    columns = columns_of(examples)
+    rows = columns["input_ids"]
+    columns["position_ids"] = [torch.arange(len(row)) for row in rows]
+    columns["sequence_ids"] = [torch.full_like(row, index) for index, row in enumerate(rows)]
+    batch = {key: torch.stack(x) if x[0].ndim == 0 else torch.cat(x)[None] for key, x in columns.items()}
+    return batch | {"num_sequences": len(rows)}
 
 
-def rows_of(examples: list[Batch]) -> dict[str, list[Tensor]]:
-    columns: dict[str, list[Tensor]] = {}
-    for example in examples:
-        prompt, completion = example["prompt_ids"], example["completion_ids"]
-        row = {"input_ids": torch.cat((prompt, completion))}
-        row["completion_mask"] = torch.cat((torch.zeros_like(prompt), torch.ones_like(completion)))
-        for key, value in example.items():
-            if not key.endswith("_ids"):
-                at_tokens = value.ndim and torch.cat((torch.zeros(len(prompt), dtype=value.dtype), value))
-                row[key] = at_tokens if value.ndim else value
-        for key, value in row.items():
-            columns.setdefault(key, []).append(value)
-    return columns
+def columns_of(examples: list[Batch]) -> dict[str, list[Tensor]]:
+    """Of each sequence its values, those of tokens with zeros at the prompt."""
+    prompts, completions = ([each[f"{name}_ids"] for each in examples] for name in ("prompt", "completion"))
+    columns = {key: [each[key] for each in examples] for key in examples[0] if not key.endswith("_ids")}
+    columns["completion_mask"] = [torch.ones_like(row) for row in completions]
+    for key, values in columns.items():
+        if values[0].ndim:
+            zeros = (torch.zeros(len(prompt), dtype=values[0].dtype) for prompt in prompts)
+            columns[key] = [torch.cat(pair) for pair in zip(zeros, values, strict=True)]
+    return columns | {"input_ids": [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]}
 
 
 class Policy(LigerPolicyMixin, Recorded):

@@ -34,9 +34,6 @@ class LMWithoutTheIndex(LM):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return super().validation_step(batch, batch_idx)
 
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return super().test_step(batch, batch_idx)
-
 
 def text(seed: int) -> Batch:
     return tiny_batch(1 + seed % 2, 7 + seed, seed, seed=seed)

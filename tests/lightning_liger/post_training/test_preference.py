@@ -33,7 +33,6 @@ from tests.lightning_liger.post_training.preference_data import (
     other_llama,
     packed,
     padded,
-    prompt_log_probs,
     sequences,
     sums,
     token_log_probs,
@@ -101,7 +100,7 @@ def orpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
     for pair in examples:
         odds = [p / (1 - p) for p in (token_log_probs(model, each).mean().exp() for each in pair)]
         losses.append(-BETA * F.logsigmoid(torch.log(odds[0] / odds[1])))
-    return torch.stack(losses).mean() - torch.cat([prompt_log_probs(model, chosen) for chosen, _ in examples]).mean()
+    return torch.stack(losses).mean() - torch.cat([token_log_probs(model, (ids, 1)) for (ids, _), _ in examples]).mean()
 
 
 def tpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
@@ -178,9 +177,9 @@ def test_kto_weights_classes_and_subtracts_the_divergence_of_mismatched_pairs() 
     ratios = (sums(tiny_llama(), items) - sums(other_llama(), items)).detach()
     chosen, rejected = BETA * ratios[[0, 3]].mean(), BETA * ratios[[1, 2]].mean()
     kl = (sums(tiny_llama(), mismatched) - sums(other_llama(), mismatched)).mean().detach().clamp(min=0)
-    expected = {"loss": value, "rewards/chosen": chosen, "rewards/margins": chosen - rejected, "kl": kl}
-    for name, each in expected.items():
-        assert logged[f"train_{name}"] == pytest.approx(float(each), rel=1e-4, abs=1e-6), name
+    names = ("loss", "rewards/chosen", "rewards/margins", "kl")
+    expected = list(map(float, (value, chosen, chosen - rejected, kl)))
+    assert [logged[f"train_{name}"] for name in names] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_labelled_losses_without_mismatched_pairs() -> None:

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 
 from lightning_liger import LigerDistillation, apply_liger_kernels, store_teacher_topk, teacher_topk_rows
 from lightning_liger.cli import main
 from lightning_liger.data import TeacherTopKDataModule
+from tests.lightning_liger.post_training.training import Recorded
 from tests.lightning_liger.tiny import (
     TINY_CONFIG,
     VOCAB_SIZE,
@@ -67,23 +67,19 @@ def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes.largest < 8 * 24 * VOCAB_SIZE
 
 
+class Student(LigerDistillation, Recorded):
+    configure_optimizers = Recorded.configure_optimizers
+
+
 def test_student_learns_from_the_file_at_the_stored_temperature(tmp_path: Path) -> None:
     batches = [tiny_batch(2, 9, 0, seed=seed) for seed in range(2)]
     store_teacher_topk(tiny_model("qwen2"), batches, tmp_path / "t.safetensors", top_k=K, temperature=2.0)
     data = TeacherTopKDataModule(path=tmp_path / "t.safetensors", validation_fraction=0, batch_size=2)
-    module = LigerDistillation(
-        distillation_mode="topk_logits", config=TINY_CONFIG, learning_rate=0.02, min_lr_ratio=1.0
-    )
-    trainer, losses = quiet_trainer(strategy="liger", max_epochs=6), []
-
-    class Losses(L.Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, *_: object) -> None:
-            losses.append(float(trainer.callback_metrics["train_loss"]))
-
-    trainer.callbacks.append(Losses())
+    module = Student(distillation_mode="topk_logits", config=TINY_CONFIG, min_lr_ratio=1.0)
+    trainer = quiet_trainer(strategy="liger", max_epochs=6)
     trainer.fit(module, datamodule=data)
     assert module._stored_temperature == 2.0
-    assert losses[-1] < losses[0]
+    assert module.steps[-1]["train_loss_step"] < module.steps[0]["train_loss_step"]
     assert 0 < trainer.callback_metrics["train_teacher_mass"] < 1
 
 
