@@ -280,7 +280,10 @@ def test_adapters_off_are_the_reference() -> None:
     margins = [sums(twin, items) - sums(tiny_llama(), items).detach() for items in zip(*examples, strict=True)]
     (-F.logsigmoid(BETA * (margins[0] - margins[1])).mean()).backward()
     torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1).step()
+    modes: list[tuple[bool, bool]] = []
+    adapted.register_forward_hook(lambda model, *_: modes.append((model.training, torch.is_grad_enabled())))
     fit(module, [collated(examples)])
+    assert modes == [(False, False), (True, True)]
     assert_same_parameters(adapted, twin, rtol=2e-5)
     assert [name for name, parameter in adapted.named_parameters() if parameter.requires_grad] == trained
 
