@@ -20,8 +20,10 @@ from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.distillation import (
     SampledDistillationOptions,
     SparseDistillationOptions,
+    ULDOptions,
     sampled_divergence,
     sparse_divergence,
+    universal_logit_divergence,
 )
 from lightning_liger.losses.distillation_options import DistillationOptions
 from lightning_liger.losses.dpo import DPOOptions
@@ -35,20 +37,17 @@ from lightning_liger.losses.multi_head import (
 from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.tpo import TPOOptions
-from lightning_liger.losses.uld import ULDOptions, universal_logit_divergence
 from lightning_liger.monitor import LigerMonitor
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
 from lightning_liger.post_training.distillation import LigerDistillation, LigerDistillationMixin
-from lightning_liger.post_training.grpo import LigerGRPO
-from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin
+from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin, multi_token_loss
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
-from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerKTO, LigerORPO, LigerTPO
-from lightning_liger.post_training.multi_token import multi_token_loss
+from lightning_liger.post_training.modules import LigerCPO, LigerDPO, LigerGRPO, LigerKTO, LigerORPO, LigerTPO
 from lightning_liger.post_training.multiple_choice import LigerMultipleChoice
 from lightning_liger.post_training.policy import LigerPolicyMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
-from lightning_liger.post_training.teacher_topk import store_teacher_topk, teacher_topk_rows
+from lightning_liger.post_training.teacher import store_teacher_topk, teacher_topk_rows
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels, split_sequence
 from lightning_liger.strategies import (

@@ -21,8 +21,7 @@ from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
 from lightning_liger.monitor import LigerMonitor
-from lightning_liger.post_training.teacher import prepare_frozen
-from lightning_liger.post_training.teacher_topk import store_teacher_topk
+from lightning_liger.post_training.teacher import prepare_frozen, store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
 from lightning_liger.training.causal_lm import LigerCausalLM
 from lightning_liger.weights.export import export_pretrained
@@ -210,7 +209,8 @@ class LigerCLI(LightningCLI):
             config = self.config[self.config.subcommand]
             self._ckpt_path = config.get("ckpt_path")
             _check_checkpoint(config)
-            config.ckpt_path = None
+            if self._ckpt_path is not None:
+                config.ckpt_path = None
 
     @staticmethod
     @override
@@ -238,7 +238,7 @@ class LigerCLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand] if self.subcommand else self.config
-        if self.subcommand:
+        if self._ckpt_path is not None:
             config.ckpt_path = self._ckpt_path
         _take_tokenizer_of_pretrained(config)
         trainer = config.trainer

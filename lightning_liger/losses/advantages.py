@@ -9,7 +9,6 @@ from torch import Tensor
 from liger_ops.arguments import check_bool, check_choice, check_floating, check_integer, check_number, wrong_value
 
 _EPS = 1e-4  # TRL's
-_SCALES = ("group", "batch", "none")
 _AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
@@ -39,23 +38,20 @@ def group_advantages(
     Raises:
         ValueError: For rewards that are no whole groups.
     """
-    check_choice("scale_rewards", scale_rewards, _SCALES)
+    check_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))
     check_choice("multi_objective_aggregation", multi_objective_aggregation, _AGGREGATIONS)
     table, weights = _table(rewards, num_generations, reward_weights)
     is_unscored = table.isnan().all(-1)
-    if multi_objective_aggregation == "normalize_then_sum":
-        groups = table.unflatten(0, (-1, num_generations))
-        table = ((groups - groups.nanmean(1, keepdim=True)) / (_std(groups, 1) + _EPS)).flatten(0, 1)
+    normalizes_first = multi_objective_aggregation == "normalize_then_sum"
+    if normalizes_first:
+        table = _normalized(table.unflatten(0, (-1, num_generations)), 1).flatten(0, 1)
     totals = (table * weights).nansum(-1).masked_fill(is_unscored, torch.nan)
-    if multi_objective_aggregation == "normalize_then_sum":
-        advantages = (totals - totals.nanmean()) / (_std(totals, 0) + _EPS)
+    if normalizes_first:
+        advantages = _normalized(totals, 0)
     else:
         groups = totals.unflatten(0, (-1, num_generations))
-        advantages = (groups - groups.nanmean(1, keepdim=True)).flatten()
-        if scale_rewards == "group":
-            advantages = advantages / (_std(groups, 1).expand_as(groups).flatten() + _EPS)
-        elif scale_rewards == "batch":
-            advantages = advantages / (_std(totals, 0) + _EPS)
+        scales = {"group": _std(groups, 1) + _EPS, "batch": _std(totals, 0) + _EPS, "none": 1.0}
+        advantages = ((groups - groups.nanmean(1, keepdim=True)) / scales[scale_rewards]).flatten()
     return advantages.nan_to_num(nan=0.0)
 
 
@@ -105,7 +101,7 @@ def leave_one_out_advantages(
     baselines = (groups.nansum(1, keepdim=True) - groups) / others  # 0 / 0, NaN, for the only one with a reward
     advantages = (groups - baselines).flatten() if num_generations > 1 else torch.zeros_like(totals)
     if normalize_advantages:
-        advantages = (advantages - advantages.nanmean()) / (_std(advantages, 0) + _EPS)
+        advantages = _normalized(advantages, 0)
     return advantages.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -124,6 +120,10 @@ def _table(rewards: Tensor, num_generations: int, reward_weights: Tensor | None)
     if reward_weights.shape != table.shape[1:]:
         raise wrong_value("reward_weights", f"a tensor of shape ({table.shape[1]},)", reward_weights)
     return table, reward_weights.to(table)
+
+
+def _normalized(values: Tensor, dim: int) -> Tensor:
+    return (values - values.nanmean(dim, keepdim=True)) / (_std(values, dim) + _EPS)
 
 
 def _std(values: Tensor, dim: int) -> Tensor:

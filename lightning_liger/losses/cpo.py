@@ -27,7 +27,6 @@ from lightning_liger.losses.dpo import (
     PairLogProbs,
     PairLosses,
     PreferenceOptions,
-    check_pairs,
     pair_metrics,
     smoothed_sigmoid,
 )
@@ -55,7 +54,6 @@ class ContrastiveOptions(PreferenceOptions):
         self, pairs: PairLogProbs, margin: float, nll: Tensor | None, alpha: float = 0.0
     ) -> PairLosses:
         """``hinge``, ``ipo``, ``sigmoid``, and all others as ``sigmoid`` with a margin."""
-        check_pairs(pairs)
         log_probs = pairs.averages if self.loss_type in _AVERAGED else (pairs.chosen, pairs.rejected)
         chosen, rejected = (alphapo_score(score, alpha) for score in log_probs)
         logits = self.beta * (chosen - rejected)
@@ -84,6 +82,7 @@ class CPOOptions(ContrastiveOptions):
         label_smoothing: The probability in [0, 0.5) that a label is wrong; not for ``hinge`` and ``ipo``.
     """
 
+    nll_part = 0
     loss_type: CPOLoss = "sigmoid"
     beta: Positive = 0.1
     cpo_alpha: NonNegative = 1.0
@@ -92,20 +91,11 @@ class CPOOptions(ContrastiveOptions):
     label_smoothing: Smoothing = 0.0
 
     @property
-    def nll_weight(self) -> float:
-        """The factor of the negative log-likelihood."""
-        return 0.0 if self.loss_type == "alphapo" else self.cpo_alpha
-
-    @property
     def has_nll(self) -> bool:
-        return self.nll_weight > 0
-
-    @property
-    def nll_part(self) -> int:
-        return 0
+        return self.loss_type != "alphapo" and self.cpo_alpha > 0
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        nll = self.nll_weight * pairs.nll if self.has_nll else None
+        nll = self.cpo_alpha * pairs.nll if self.has_nll else None
         return self.contrastive_losses(pairs, self.simpo_gamma, nll, alpha=self.alpha)
 
 

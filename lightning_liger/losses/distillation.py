@@ -1,4 +1,4 @@
-"""Knowledge distillation from stored or sampled teacher tokens, as functions of log-probabilities.
+"""Knowledge distillation from stored or sampled teacher tokens, or from a teacher with another tokenizer.
 
 A teacher's distribution p is known on a support S of K token ids; q is the student's distribution over the whole
 vocabulary. All functions take ``[..., K]`` (or, for sampled tokens, ``[...]``) log-probabilities and return losses
@@ -22,22 +22,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops.arguments import check_floating, check_shape, wrong_type, wrong_value
 from lightning_liger.losses.options import Options, Positive, Share
 
-_ABSENT = -1e30
-"""The log-probability of an id that is not in the support: its probability is 0, and no infinity meets a 0."""
-_MIN_TAIL = 1e-6
-"""The smallest remaining mass: float32 sums of probabilities are no more exact."""
+_ABSENT = -1e30  # the log-probability of an id that is not in the support: no infinity meets a 0
+_MIN_TAIL = 1e-6  # the smallest remaining mass: float32 sums of probabilities are no more exact
 _MAX_LOG_RATIO = 20.0
 
 SupportMode = Literal["tail", "renormalize", "zero", "ignore"]
 SampledEstimator = Literal["policy_gradient", "k1", "k2", "k3"]
 
 Metrics = dict[str, Tensor]
-"""Detached values of tokens, by name."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,19 @@ class SampledDistillationOptions(Options):
 
     estimator: SampledEstimator = "policy_gradient"
     distillation_is_clip: Positive | None = 2.0
+
+
+@dataclass(frozen=True)
+class ULDOptions(Options):
+    """Options of Universal Logit Distillation, with the names and defaults of TRL's GOLD.
+
+    Args:
+        uld_student_temperature: Of the student's distribution.
+        uld_teacher_temperature: Of the teacher's distribution.
+    """
+
+    uld_student_temperature: Positive = 1.0
+    uld_teacher_temperature: Positive = 1.0
 
 
 def sparse_divergence(
@@ -143,10 +154,7 @@ def sparse_divergence(
 
 
 def log_tail_mass(log_probs: Tensor) -> Tensor:
-    """The logarithm of the mass outside a support, ``log(1 - sum(exp(log_probs)))``, at least ``log(1e-6)``.
-
-    From ``[..., K]`` to ``[...]``. No gradient passes where less than 1e-6 remains.
-    """
+    """``log(1 - sum(exp(log_probs)))``, at least ``log(1e-6)``; no gradient passes where less than 1e-6 remains."""
     log_mass = log_probs.clamp(min=_ABSENT).logsumexp(-1)
     return (-torch.expm1(log_mass.clamp(max=math.log1p(-_MIN_TAIL)))).log()
 
@@ -165,14 +173,7 @@ def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_p
     Each sample weighs ``p / r``, its probability over that of the proposal; weights of a row are divided by their sum,
     and those of equal ids are added. With ``support_mode="zero"`` and samples from the teacher itself, the expected
     gradient is that of the whole teacher; a support of the likeliest ids makes students too confident instead.
-
-    Args:
-        ids: ``[..., K]``, integers, with repetition.
-        log_probs: ``[..., K]``, of the teacher.
-        proposal_log_probs: ``[..., K]``, of the proposal; those of the teacher if ids were sampled from it.
-
-    Returns:
-        ``[..., K]`` in at least float32, which sum to 1; -inf at repeated ids but the first.
+    All are ``[..., K]``; the result sums to 1, and is -inf at repeated ids but the first.
     """
     weights = (_at_least_float32(log_probs) - _at_least_float32(proposal_log_probs)).log_softmax(-1)
     same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
@@ -183,16 +184,10 @@ def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_p
 def sample_support(
     log_probs: Tensor, num_samples: int, *, proposal_temperature: float = 1.0, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Samples ids of a teacher, with repetition, for :func:`sparse_divergence` with ``support_mode="zero"``.
+    """Samples K ids of a teacher, with repetition, for :func:`sparse_divergence` with ``support_mode="zero"``.
 
-    Args:
-        log_probs: ``[..., vocab_size]``, of the teacher.
-        num_samples: K.
-        proposal_temperature: Temperature of the distribution that is sampled from.
-        generator: Source of randomness; None for the default one.
-
-    Returns:
-        Ids ``[..., K]``, int64, and what :func:`importance_weighted_log_probs` makes of them.
+    From its log-probabilities ``[..., vocab_size]`` at ``proposal_temperature``; also returns what
+    :func:`importance_weighted_log_probs` makes of them.
     """
     log_probs = _at_least_float32(log_probs)
     proposal = (log_probs / proposal_temperature).log_softmax(-1)
@@ -248,11 +243,50 @@ def sampled_divergence(
     return losses, metrics
 
 
+def universal_logit_divergence(
+    student_logits: Tensor, teacher_logits: Tensor, options: ULDOptions | None = None
+) -> Tensor:
+    """The distance of a student from a teacher with another vocabulary, by sorted probabilities.
+
+    ``D = sum_k |sort(q)_k - sort(p)_k|``, both in descending order, the shorter one followed by zeros, whichever tokens
+    they are (arXiv:2402.12030, equation 5). Rows have to be whole to be sorted: call it with a few tokens at a time, as
+    :class:`~lightning_liger.LigerDistillationMixin` does.
+
+    Args:
+        student_logits: ``[..., student_vocab_size]``, floating point, differentiable.
+        teacher_logits: ``[..., teacher_vocab_size]``, of the same tokens. No gradient.
+        options: See :class:`ULDOptions`; None for the defaults.
+
+    Returns:
+        ``[...]`` in at least float32.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For shapes that do not fit.
+    """
+    options = options or ULDOptions()
+    check_floating("student_logits", student_logits)
+    check_floating("teacher_logits", teacher_logits)
+    if not student_logits.ndim or student_logits.shape[:-1] != teacher_logits.shape[:-1]:
+        raise wrong_value(
+            "teacher_logits", f"[..., vocab_size] of {tuple(student_logits.shape[:-1])} tokens", teacher_logits
+        )
+    student = _sorted_probabilities(student_logits, options.uld_student_temperature)
+    teacher = _sorted_probabilities(teacher_logits.detach(), options.uld_teacher_temperature)
+    missing = teacher.shape[-1] - student.shape[-1]
+    student, teacher = F.pad(student, (0, max(0, missing))), F.pad(teacher, (0, max(0, -missing)))
+    return (student - teacher).abs().sum(-1)
+
+
+def _sorted_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    return (_at_least_float32(logits) / temperature).log_softmax(-1).exp().sort(dim=-1, descending=True).values
+
+
 def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Tensor:
     """``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
 
-    A ``beta`` of 0 stands for KL(p || q), one of 1 for KL(q || p). From log q and log p of each category, ``[..., C]``,
-    finite (-1e30 for a probability of 0), to the sum over categories, ``[...]``; they need not add up to 1.
+    A ``beta`` of 0 stands for KL(p || q), one of 1 for KL(q || p). From finite log q and log p of each category,
+    ``[..., C]`` (-1e30 for a probability of 0), which need not add up to 1, to the sum over categories, ``[...]``.
     """
     student, teacher = student_log_probs, teacher_log_probs
     difference = teacher - student
@@ -267,7 +301,7 @@ def generalized_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor,
 
 
 def _tempered(log_probs: Tensor, factor: float, with_tail: bool) -> Tensor:
-    """Finite log-probabilities ``[..., K]``, multiplied by ``factor`` and normalized again."""
+    """Log-probabilities multiplied by ``factor`` and normalized again."""
     scaled = (log_probs * factor).clamp(min=_ABSENT)
     if not with_tail:
         return scaled.log_softmax(-1)

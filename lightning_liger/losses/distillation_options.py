@@ -9,9 +9,9 @@ from lightning_liger.losses.distillation import (
     SampledEstimator,
     SparseDistillationOptions,
     SupportMode,
+    ULDOptions,
 )
 from lightning_liger.losses.options import Count, NonNegative, Options, Positive, Share
-from lightning_liger.losses.uld import ULDOptions
 
 Mode = Literal["full_logits", "topk_logits", "sampled_token", "uld"]
 Divergence = Literal[

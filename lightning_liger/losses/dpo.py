@@ -35,15 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import (
-    check_choice,
-    check_floating_tensors,
-    check_number,
-    check_shape,
-    check_tensor,
-    wrong_type,
-    wrong_value,
-)
+from liger_ops.arguments import check_choice, check_number, wrong_type, wrong_value
 from lightning_liger.losses.options import Options, Positive, Share
 
 DPOLoss = Literal[
@@ -57,26 +49,22 @@ _MAX_SQUARED = 1e18
 
 
 class PairLogProbs(NamedTuple):
-    """Log-probabilities of pairs of completions, each ``[B]`` in float32 or float64."""
+    """Log-probabilities of pairs, ``[B]`` each in float32 or float64, summed over the tokens of completions."""
 
     chosen: Tensor
-    """Summed over the completion's tokens, differentiable."""
     rejected: Tensor
-    """The same of the rejected completion."""
     num_chosen: Tensor
-    """The number of tokens of the chosen completion, ``[B]``."""
+    """The number of tokens of the chosen completion."""
     num_rejected: Tensor
-    """The number of tokens of the rejected completion, ``[B]``."""
     ref_chosen: Tensor | None = None
-    """The reference model's sum over the chosen completion."""
+    """The reference model's."""
     ref_rejected: Tensor | None = None
-    """The reference model's sum over the rejected completion."""
     weight: Tensor | None = None
     """WPO's weight of each pair, see :func:`wpo_weights`."""
     chosen_nll: Tensor | None = None
     """The sum of ``-log p`` over the chosen completion's tokens where it is not ``-chosen`` (with ``ld_alpha``)."""
     gold: Tensor | None = None
-    """Summed over the reference completion of a triple."""
+    """Of the reference completion of a triple."""
 
     @property
     def averages(self) -> tuple[Tensor, Tensor]:
@@ -85,7 +73,6 @@ class PairLogProbs(NamedTuple):
 
     @property
     def nll(self) -> Tensor:
-        """The negative log-likelihood of the chosen completion."""
         return -self.chosen if self.chosen_nll is None else self.chosen_nll
 
 
@@ -93,10 +80,10 @@ class PairLosses(NamedTuple):
     """Losses of pairs before they are averaged."""
 
     losses: Tensor
-    """Each pair's loss, ``[B]``, to be averaged over pairs; differentiable."""
+    """To be averaged over pairs, ``[B]``, differentiable."""
     nll: Tensor | None
-    """Each pair's negative log-likelihood with its weight in the loss, ``[B]``, to be summed and divided by the number
-    of tokens that it is summed over; None if the loss has no such part."""
+    """Negative log-likelihoods with their weight in the loss, ``[B]``, whose sum is to be divided by the number of
+    tokens; None if the loss has no such part."""
     metrics: dict[str, Tensor]
     """Detached vectors, ``[B]`` each, to be averaged over pairs; by the names that TRL uses."""
 
@@ -134,10 +121,10 @@ class PreferenceOptions(Options):
     @property
     def is_of_single_examples(self) -> bool:
         """Whether the loss is a sum over pairs or triples, each of which depends on its own sequences only."""
-        return not self.is_labelled and not self.has_nll
+        return not self.has_nll
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        """The loss of each pair or triple, and its metrics; raises for vectors that are missing or do not fit."""
+        """The loss of each pair or triple, and its metrics."""
         raise NotImplementedError
 
 
@@ -217,11 +204,6 @@ class DPOOptions(PreferenceOptions):
         return super().is_of_single_examples and not _SORTED.intersection(self.loss_types)
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        check_pairs(pairs)
-        if pairs.ref_chosen is None or pairs.ref_rejected is None:
-            raise wrong_value("pairs.ref_chosen and pairs.ref_rejected", "log-probabilities of a reference model", None)
-        if self.use_weighting and pairs.weight is None:
-            raise wrong_value("pairs.weight", "the weights of wpo_weights for use_weighting=True", None)
         ratios = _Ratios(pairs, self)
         losses, nll = torch.zeros_like(ratios.chosen), None
         factor = 1.0 if pairs.weight is None or not self.use_weighting else pairs.weight.detach()
@@ -234,23 +216,10 @@ class DPOOptions(PreferenceOptions):
         return PairLosses(losses, nll, pair_metrics(ratios.chosen, ratios.rejected, pairs.chosen, pairs.rejected))
 
 
-def check_pairs(pairs: PairLogProbs) -> None:
-    """Raises unless all vectors of ``pairs`` fit ``pairs.chosen``."""
-    given = {f"pairs.{name}": value for name, value in pairs._asdict().items() if value is not None}
-    vectors = {name: value for name, value in given.items() if not name.startswith("pairs.num_")}
-    check_floating_tensors("pairs.chosen", pairs.chosen, **{k: v for k, v in vectors.items() if k != "pairs.chosen"})
-    if pairs.chosen.ndim != 1:
-        raise wrong_value("pairs.chosen", "a vector with a number for each pair", pairs.chosen)
-    for name, value in given.items():
-        check_tensor(name, value)
-        check_shape(name, value, pairs.chosen.shape, "one value for each pair")
-
-
 PAIR_METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
-"""The names of :func:`pair_metrics`."""
 
 
 def pair_metrics(
@@ -264,18 +233,10 @@ def pair_metrics(
 
 
 def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, num_chosen: Tensor, num_rejected: Tensor) -> Tensor:
-    """WPO's weight of each pair, without gradient (arXiv:2406.11827, equation 2).
+    """WPO's weight of each pair, ``[B]``, without gradient (arXiv:2406.11827, equation 2).
 
-    ``exp(mean(log p - log sum p^2))`` over the tokens of the chosen completion, times the same of the rejected one.
-
-    Args:
-        log_probs: Sums over sequences, B chosen and then B rejected ones, ``[2B]``.
-        log_sum_sq_probs: The sums of ``log sum_v p_v^2`` over the same tokens, ``[2B]``.
-        num_chosen: Numbers of tokens, ``[B]``.
-        num_rejected: Numbers of tokens, ``[B]``.
-
-    Returns:
-        ``[B]``.
+    ``exp(mean(log p - log sum p^2))`` over the tokens of the chosen completion, times the same of the rejected one:
+    from sums over B chosen and then B rejected ones, ``[2B]``, and their numbers of tokens.
     """
     chosen, rejected = (log_probs - log_sum_sq_probs).detach().chunk(2)
     return (chosen / num_chosen.clamp(min=1) + rejected / num_rejected.clamp(min=1)).exp()

@@ -11,17 +11,16 @@ bco                -log s(beta R - delta)          -log s(delta - beta R)       
 =================  ==============================  ==============================  ========================
 
 ``kl`` is the mean of R over mismatched pairs of prompt and completion, at least 0, and ``delta`` is a running mean of
-beta R (:class:`RunningDelta`). Neither has a gradient. Losses are averaged over all completions.
+beta R (:func:`running_delta`). Neither has a gradient. Losses are averaged over all completions.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_floating_tensors, check_shape, check_tensor, wrong_type, wrong_value
 from lightning_liger.losses.dpo import PAIR_METRICS, PreferenceOptions
 from lightning_liger.losses.options import NonNegative, Positive
 
@@ -43,6 +42,7 @@ class KTOOptions(PreferenceOptions):
 
     needs_reference = True
     is_labelled = True
+    num_sequences = 1
     loss_type: KTOLoss = "kto"
     beta: Positive = 0.1
     desirable_weight: NonNegative = 1.0
@@ -54,44 +54,19 @@ class KTOOptions(PreferenceOptions):
         return self.loss_type == "kto"
 
     @property
-    def num_sequences(self) -> int:
-        return 1
-
-    @property
     def metric_names(self) -> tuple[str, ...]:
         names = tuple(name for name in PAIR_METRICS if name != "rewards/accuracies")
         return (*names, "kl") if self.needs_kl else names
 
 
-class KTOLosses(NamedTuple):
-    """Losses of completions before they are averaged."""
-
-    losses: Tensor
-    """Each completion's loss with its weight, ``[B]``, differentiable."""
-    rewards: Tensor
-    """``beta R``, ``[B]``, without gradient."""
-
-
 def kto_loss(
     log_probs: Tensor, ref_log_probs: Tensor, labels: Tensor, options: KTOOptions, *, baseline: Tensor | float = 0.0
-) -> KTOLosses:
-    """The loss of each completion.
+) -> tuple[Tensor, Tensor]:
+    """The loss of each completion with its weight, differentiable, and its reward ``beta R``, ``[B]``.
 
-    Args:
-        log_probs: Summed over each completion, ``[B]``, differentiable.
-        ref_log_probs: The reference model's, ``[B]``.
-        labels: Whether each completion is desirable, ``[B]``, bool.
-        options: Of the loss.
-        baseline: ``kl`` of :func:`kl_estimate` for ``"kto"``, ``delta`` for ``"bco"``; a scalar.
+    From log-probabilities summed over completions, ``[B]``, and whether they are desirable, bool; ``baseline`` is
+    ``kl`` of :func:`kl_estimate` for ``"kto"``, ``delta`` for ``"bco"``.
     """
-    check_floating_tensors("log_probs", log_probs, ref_log_probs=ref_log_probs, optional=False)
-    if log_probs.ndim != 1:
-        raise wrong_value("log_probs", "a vector with a number for each completion", log_probs)
-    check_shape("ref_log_probs", ref_log_probs, log_probs.shape, "one value for each completion")
-    check_tensor("labels", labels)
-    if labels.dtype != torch.bool:
-        raise wrong_type("labels", "a tensor of dtype torch.bool", labels)
-    check_shape("labels", labels, log_probs.shape, "one value for each completion")
     ratios = log_probs - ref_log_probs
     baseline = baseline.detach() if isinstance(baseline, Tensor) else baseline
     sign = 2 * labels.to(ratios.dtype) - 1
@@ -100,39 +75,25 @@ def kto_loss(
     else:
         losses = torch.sigmoid(-sign * options.beta * (ratios - baseline if options.needs_kl else ratios))
     weighted = torch.where(labels, options.desirable_weight * losses, options.undesirable_weight * losses)
-    return KTOLosses(weighted, options.beta * ratios.detach())
+    return weighted, options.beta * ratios.detach()
 
 
 def kl_estimate(total: Tensor, count: Tensor | float) -> Tensor:
-    """KTO's ``kl``: the mean of the log-ratios of mismatched pairs, at least 0; 0 without any.
-
-    Args:
-        total: The sum of log pi - log pi_ref over the pairs (of all ranks), a scalar.
-        count: Their number.
-    """
+    """KTO's ``kl``: the mean of R from its sum over mismatched pairs and their number, at least 0; 0 without any."""
     count = torch.as_tensor(count, device=total.device)
     return (total.detach() / count.clamp(min=1)).clamp(min=0)
-
-
-class RunningDelta:
-    """BCO's delta: the mean of the means of all desirable and of all undesirable rewards so far."""
-
-    def __init__(self) -> None:
-        self.state = torch.zeros(2, 2, dtype=torch.float64)
-        """The sum of :func:`reward_sums`."""
-
-    def update(self, sums: Tensor) -> None:
-        """Adds what :func:`reward_sums` returned."""
-        self.state = self.state.to(sums.device) + sums.double()
-
-    def value(self) -> Tensor:
-        """Delta, a scalar in float32; of one kind only until there is another, 0 before the first."""
-        sums, counts = self.state
-        means = sums / counts.clamp(min=1)
-        return (means.sum() / (counts > 0).sum().clamp(min=1)).float()
 
 
 def reward_sums(rewards: Tensor, labels: Tensor) -> Tensor:
     """The sums of rewards and the numbers of completions, ``[2, 2]``: of desirable ones and of undesirable ones."""
     masks = torch.stack((labels, ~labels))
     return torch.stack((torch.where(masks, rewards.detach(), 0).sum(-1), masks.sum(-1)))
+
+
+def running_delta(sums: Tensor) -> Tensor:
+    """BCO's delta from the sum of all :func:`reward_sums`, a scalar in float32: the mean of the means of both kinds.
+
+    Of one kind only until there is another, 0 before the first.
+    """
+    means = sums[0] / sums[1].clamp(min=1)
+    return (means.sum() / (sums[1] > 0).sum().clamp(min=1)).float()

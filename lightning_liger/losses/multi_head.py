@@ -48,11 +48,8 @@ def scheduled_coefficient(
 ) -> float:
     """The coefficient of all Medusa heads in joint training, lambda_0 of arXiv:2401.10774, section 2.2.2.
 
-    Args:
-        step: Optimizer steps so far.
-        num_steps: Steps in which it rises from 0 to ``coefficient``; unused by ``"constant"``.
-        coefficient: Its final value.
-        schedule: ``"constant"``, ``"linear"``, or ``"sine"``: ``sin(pi / 2 * step / num_steps)``.
+    It rises to ``coefficient`` in ``num_steps``, unless it is ``"constant"``; ``"sine"`` is
+    ``sin(pi / 2 * step / num_steps)``.
     """
     check_integer("step", step, at_least=0)
     check_number("coefficient", coefficient, at_least=0)

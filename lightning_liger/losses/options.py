@@ -26,12 +26,7 @@ Count = Annotated[int, Limits(at_least=1)]
 
 @dataclass(frozen=True)
 class Options:
-    """Base of the options of a loss.
-
-    Raises:
-        TypeError: For an option of a wrong type.
-        ValueError: For one out of its range, and for options that do not fit together.
-    """
+    """Base of the options of a loss, which are checked as they are declared."""
 
     def __post_init__(self) -> None:
         check_declared(self)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_liger.losses.dpo import PairLogProbs, PairLosses, PreferenceOptions, check_pairs, pair_metrics
+from lightning_liger.losses.dpo import PairLogProbs, PairLosses, PreferenceOptions, pair_metrics
 from lightning_liger.losses.options import Positive
 
 _LARGEST = -1e-7
@@ -28,22 +28,15 @@ class ORPOOptions(PreferenceOptions):
     """
 
     scores_prompts = True
+    has_nll = True
+    nll_part = 0
     beta: Positive = 0.1
-
-    @property
-    def has_nll(self) -> bool:
-        return True
-
-    @property
-    def nll_part(self) -> int:
-        return 0
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         return (*super().metric_names, "log_odds_ratio", "log_odds_chosen")
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        check_pairs(pairs)
         chosen, rejected = pairs.averages
         log_odds = log_odds_of(chosen) - log_odds_of(rejected)
         log_ratio = F.logsigmoid(log_odds)

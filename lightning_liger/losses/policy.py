@@ -32,7 +32,7 @@ split. TRL divides bnpo by the tokens of each micro-batch, and dapo, cispo and v
 Log-ratios are clamped to +-40 before ``exp``, far outside any trust region: products of two stay finite in float32.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,21 +42,6 @@ from lightning_liger.losses.policy_options import CLIPPED, PolicyOptions
 
 _MAX_LOG_RATIO = 40.0
 _VESPO_LOW, _VESPO_HIGH = -18.420680743952367, 20.0  # log(1e-8), as the paper's code
-
-
-class PolicyTokens(NamedTuple):
-    """What a loss needs to know of each token besides its log-probability: tensors that broadcast with it."""
-
-    advantages: Tensor
-    old_log_probs: Tensor | None = None
-    """At sampling time; None takes the policy's own, without gradient."""
-    ref_log_probs: Tensor | None = None
-    log_weights: Tensor | None = None
-    """The logarithm of the ratio where it is that of completions, differentiable; None takes that of tokens."""
-    factor: Tensor | None = None
-    """A factor of the objective without gradient, from masks and the importance of samples."""
-    phi: Tensor | None = None
-    """VESPO's weights."""
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
@@ -72,12 +57,9 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, options: PolicyOptions) -> T
 
 
 def vespo_weights(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    completions: Completions,
-    options: PolicyOptions,
+    log_ratio: Tensor, advantages: Tensor, completions: Completions, options: PolicyOptions,
     sampling_ratio: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """VESPO's weights (arXiv:2602.10693), of the advantages' shape: phi(w) = exp(lambda + k log w - lambda w).
 
     The advantage's sign chooses k and lambda. w is the product of the ratios of a completion's tokens, and of those of
@@ -103,19 +85,24 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions) -> tuple[Tensor, Tensor | None]:
-    """The losses of tokens, before they are reduced; for all loss types but ``"rloo"``.
+def policy_terms(
+    log_probs: Tensor,
+    options: PolicyOptions,
+    advantages: Tensor,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    *,
+    log_weights: Tensor | None = None,
+    factor: Tensor | None = None,
+    phi: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of tokens, before they are reduced, and the divergence from the reference in them if there is one.
 
-    Each loss is a function of its own token's log-probability alone unless ``tokens.log_weights`` is given, so this may
-    be called with a part of the tokens.
-
-    Returns:
-        The losses, differentiable; and the estimate of the divergence from the reference that is part of them, None
-        without a reference.
+    For all loss types but ``"rloo"``, and any part of the tokens. ``log_weights`` are the logarithms of ratios of
+    completions in place of those of tokens, ``factor`` is that of the objective, without gradient, ``phi`` VESPO's.
     """
-    old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
-    ratio = safe_exp(log_probs - old if tokens.log_weights is None else tokens.log_weights)
-    advantages = tokens.advantages
+    old = log_probs.detach() if old_log_probs is None else old_log_probs
+    ratio = safe_exp(log_probs - old if log_weights is None else log_weights)
     if options.loss_type in CLIPPED:
         losses = clipped_loss(ratio, advantages, options)
     elif options.loss_type == "cispo":
@@ -123,15 +110,15 @@ def policy_terms(log_probs: Tensor, tokens: PolicyTokens, options: PolicyOptions
     elif options.loss_type == "sapo":
         t = _by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, ratio)
         losses = -(4 / t) * torch.sigmoid(t * (ratio - 1)) * advantages
-    elif options.loss_type == "vespo" and tokens.phi is not None:
-        losses = -tokens.phi * advantages * log_probs
+    elif options.loss_type == "vespo" and phi is not None:
+        losses = -phi * advantages * log_probs
     else:
         raise ValueError(f"loss_type={options.loss_type!r} has no losses of tokens without weights of completions")
-    if tokens.factor is not None:
-        losses = losses * tokens.factor
+    if factor is not None:
+        losses = losses * factor
     kl = None
-    if options.beta and tokens.ref_log_probs is not None:
-        kl = kl_estimate(log_probs, tokens.ref_log_probs)
+    if options.beta and ref_log_probs is not None:
+        kl = kl_estimate(log_probs, ref_log_probs)
         kl = kl * ratio if options.use_bias_correction_kl else kl
         losses = losses + options.beta * kl
     return losses, kl
@@ -149,6 +136,69 @@ def num_units(completions: Completions, options: PolicyOptions) -> Tensor:
     """The number of tokens or of completions that the sum over a batch is divided by, a scalar."""
     mask = completions.mask
     return mask.sum() if options.counts_tokens else torch.full((), completions.count, device=mask.device)
+
+
+def sampling_ratio(
+    old_log_probs: Tensor, sampling_log_probs: Tensor, options: PolicyOptions, completions: Completions | None = None
+) -> Tensor:
+    """The ratio of the old policy's to the sampler's probability, which corrects for another engine's arithmetic.
+
+    Of the tokens' shape, ``[num_sequences]`` for ratios of completions. A token whose ``sampling_log_probs`` is NaN has
+    the ratio 1.
+    """
+    mode, low = options.vllm_importance_sampling_mode, options.vllm_importance_sampling_clip_min
+    high = options.vllm_importance_sampling_clip_max
+    difference = (old_log_probs - sampling_log_probs).detach().nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        assert completions is not None
+        difference = completions.sum(difference)
+    ratio = safe_exp(difference)
+    clamped = ratio if low is None and high is None else ratio.clamp(low, high)
+    return clamped if mode.endswith("truncate") else ratio.where(clamped == ratio, 0.0)
+
+
+def off_policy_mask(
+    log_probs: Tensor, sampling_log_probs: Tensor, advantages: Tensor, completions: Completions, threshold: float
+) -> Tensor:
+    """Which completions to keep, of the advantages' shape: not those of negative advantage far from the sampler.
+
+    That is where the mean of sampling minus policy log-probability is above ``threshold`` (arXiv:2512.02556, equation
+    9). A token whose sampling log-probability is NaN counts as no difference.
+    """
+    mean = completions.mean((sampling_log_probs - log_probs.detach()).nan_to_num(nan=0.0))
+    is_near = mean <= threshold
+    return (advantages >= 0) | (completions.spread(is_near) if advantages.ndim > 1 else is_near)
+
+
+def num_top_entropies(num_tokens: Tensor, quantile: float) -> Tensor:
+    """How many of so many scored tokens :func:`top_entropy_mask` keeps if no two entropies are equal, a scalar."""
+    position = (1 - quantile) * (num_tokens - 1).clamp(min=0).double()
+    return num_tokens - (position - 1e-7).ceil().long()  # a rounding error is no further token
+
+
+def top_entropy_mask(
+    entropies: Tensor, mask: Tensor, *, quantile: float, gather: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The scored tokens of the highest entropy, a share ``quantile`` of them (arXiv:2506.01939).
+
+    Those of at least the (1 - quantile)-quantile, which is exact (linear interpolation, as ``torch.quantile``).
+    ``gather`` returns a vector of this rank's entropies with those of all other ranks, -1 for tokens that are not
+    scored, so that the quantile is that of the whole batch.
+    """
+    known = entropies.detach().float().clamp(min=0)  # rounding may make one negative
+    values = torch.where(mask, known, -1.0).flatten()
+    if gather is not None:
+        values = gather(values).flatten()
+    if not values.numel():
+        return mask
+    ranked = values.sort().values  # tokens that are not scored come first; no number of tokens reaches the host
+    num_scored = (values >= 0).sum()
+    position = (1 - quantile) * (num_scored - 1).clamp(min=0).double()
+    first = values.numel() - num_scored
+    last = values.numel() - 1
+    lower, upper = (ranked[(first + place.long()).clamp(max=last)] for place in (position.floor(), position.ceil()))
+    threshold = torch.lerp(lower.double(), upper.double(), position - position.floor()).float()
+    return mask & (known >= threshold)
 
 
 def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

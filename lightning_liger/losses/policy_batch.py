@@ -14,15 +14,16 @@ from torch import Tensor
 from liger_ops.arguments import wrong_type, wrong_value
 from lightning_liger.losses.completions import Completions
 from lightning_liger.losses.policy import (
-    PolicyTokens,
     clipped_loss,
+    off_policy_mask,
     policy_terms,
     safe_exp,
+    sampling_ratio,
     token_weights,
+    top_entropy_mask,
     vespo_weights,
 )
 from lightning_liger.losses.policy_options import OF_SEQUENCES, PolicyOptions
-from lightning_liger.losses.policy_weights import off_policy_mask, sampling_ratio, top_entropy_mask
 
 
 class PolicyBatch(NamedTuple):
@@ -40,28 +41,22 @@ class PolicyBatch(NamedTuple):
 
 
 class PolicyObjective(NamedTuple):
-    """The loss of a batch before it is divided by a number of units, and what metrics need."""
+    """The loss of a batch before it is divided by a number of units, and without gradient what metrics need.
+
+    Of tokens, or ``[num_sequences]`` where it is of completions.
+    """
 
     total: Tensor
     """The weighted sum over tokens or completions, a differentiable scalar."""
     entropy: Tensor
     """The sum of the entropies that the bonus counts, a scalar, differentiable if the entropies are."""
-    details: "PolicyDetails"
-
-
-class PolicyDetails(NamedTuple):
-    """Quantities of a batch without gradient; of tokens, or ``[num_sequences]`` if they are those of completions."""
-
     ratio: Tensor
     """Of policy to old probability, before any clipping."""
-    log_ratio: Tensor
-    """Of each token."""
     old_log_probs: Tensor
-    """Of each token."""
     kl: Tensor | None
-    """The estimate of each token's divergence from the reference that is part of the loss."""
+    """The estimate of the divergence from the reference that is part of the loss."""
     phi: Tensor | None
-    """VESPO's weights, of the advantages' shape."""
+    """VESPO's weights."""
     sampling_ratio: Tensor | None
     """Of old to sampling probability."""
 
@@ -99,25 +94,17 @@ def token_objective(
 ) -> Callable[[Any, Tensor], Tensor]:
     """The loss of some tokens of a batch of which :func:`is_token_local` is True, for the loop of ``token_loss``.
 
-    Args:
-        batch: The completions.
-        options: The loss.
-        entropy_weight: What the entropy of each token is multiplied by and subtracted from its loss, with a gradient;
-            None leaves it out.
-
-    Returns:
-        A function of the scores of tokens and their indices in the flattened batch, which returns their weighted
-        losses, ``[n]``. Over all tokens they add up to :attr:`PolicyObjective.total`.
+    From the scores of tokens and their indices in the flattened batch to their weighted losses, ``[n]``, which add up
+    to :attr:`PolicyObjective.total`, less ``entropy_weight`` times the entropy of each, with a gradient.
     """
     shape, dtype = batch.completions.mask.shape, torch.promote_types(batch.advantages.dtype, torch.float32)
 
     def flat(value: Tensor | None) -> Any:
         return None if value is None else _of_tokens(batch, value).expand(shape).reshape(-1)
 
-    advantages, weights = flat(batch.advantages), flat(token_weights(batch.completions, options, dtype))
-    old, ref, sampled = map(flat, batch[2:])
-    corrects_here = _corrects(batch, options) and old is None
-    importance = None
+    weights = flat(token_weights(batch.completions, options, dtype))
+    advantages, old, ref, sampled = map(flat, batch[1:])
+    corrects_here, importance = _corrects(batch, options) and old is None, None
     if _corrects(batch, options) and batch.old_log_probs is not None:
         assert batch.sampling_log_probs is not None
         importance = flat(sampling_ratio(batch.old_log_probs, batch.sampling_log_probs, options, batch.completions))
@@ -129,8 +116,8 @@ def token_objective(
         factor = at(importance)
         if corrects_here:
             factor = sampling_ratio(scores.log_probs, at(sampled), options)
-        tokens = PolicyTokens(at(advantages), at(old), at(ref), factor=factor)
-        losses = policy_terms(scores.log_probs, tokens, options)[0] * weights[indices]
+        columns = at(advantages), at(old), at(ref)
+        losses = policy_terms(scores.log_probs, options, *columns, factor=factor)[0] * weights[indices]
         return losses if entropy_weight is None else losses - entropy_weight * scores.entropy
 
     return losses_of
@@ -146,15 +133,8 @@ def policy_objective(
 ) -> PolicyObjective:
     """The loss of a batch, of any type.
 
-    Args:
-        log_probs: Of the policy, ``[num_rows, seq_len]``, differentiable; anything where a token is not scored.
-        entropies: Of each token.
-        batch: The completions.
-        options: The loss.
-        gather: As for :func:`~lightning_liger.losses.policy_weights.top_entropy_mask`.
-
-    Returns:
-        Sums, to be divided by :func:`~lightning_liger.losses.policy.num_units` of the optimizer step.
+    From log-probabilities, ``[num_rows, seq_len]``, differentiable, and entropies of tokens; anything where a token is
+    not scored. ``gather`` is as for :func:`~lightning_liger.losses.policy.top_entropy_mask`.
     """
     completions, mask = batch.completions, batch.completions.mask
     # Nothing that is not scored reaches the arithmetic, whose gradient a mask afterwards would not keep from NaN.
@@ -187,13 +167,13 @@ def policy_objective(
         for masked in (near, kept):
             if masked is not None:
                 factor = masked if factor is None else factor * masked
-        tokens = PolicyTokens(advantages, old, batch.ref_log_probs, weights, factor, of_phi)
-        losses, kl = policy_terms(log_probs, tokens, options)
+        columns = advantages, old, batch.ref_log_probs
+        losses, kl = policy_terms(log_probs, options, *columns, log_weights=weights, factor=factor, phi=of_phi)
         losses = losses * token_weights(completions, options, log_probs.dtype)
         total, ratio = torch.where(mask, losses, 0.0).sum(), safe_exp(log_weights)
     entropy = torch.where(mask if kept is None else kept, entropies, 0.0).sum()
-    details = (ratio, log_ratio, old, kl, phi, importance)
-    return PolicyObjective(total, entropy, PolicyDetails(*(None if x is None else x.detach() for x in details)))  # type: ignore[arg-type]
+    details = (None if x is None else x.detach() for x in (ratio, old, kl, phi, importance))
+    return PolicyObjective(total, entropy, *details)  # type: ignore[arg-type]
 
 
 def _of_tokens(batch: PolicyBatch, value: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_liger.losses.completions import Completions
-from lightning_liger.losses.policy_batch import PolicyBatch, PolicyDetails
+from lightning_liger.losses.policy_batch import PolicyBatch, PolicyObjective
 from lightning_liger.losses.policy_options import CLIPPED, PolicyOptions
 
 _LENGTHS = ("completions/mean_length", "completions/min_length", "completions/max_length")
@@ -38,28 +38,24 @@ def metric_kind(name: str) -> str:
 def policy_metrics(
     entropies: Tensor,
     batch: PolicyBatch,
-    details: PolicyDetails,
+    result: PolicyObjective,
     options: PolicyOptions,
     is_terminated: Tensor | None = None,
 ) -> dict[str, Any]:
     """The metrics of a batch, without gradient and without waiting for the device.
 
-    Args:
-        entropies: Of each token.
-        batch: The completions.
-        details: What :func:`~lightning_liger.losses.policy_batch.policy_objective` returned.
-        options: The loss.
-        is_terminated: ``[num_sequences]``, bool: the completions that the policy has ended, and no limit of length.
+    ``is_terminated``, ``[num_sequences]`` of bool, are the completions that the policy has ended, and no limit of
+    length.
 
     Returns:
         Of means, the sum and the number of units, scalars. Of largest and smallest values, as the last part of the name
         says, the value, infinite where the batch has none.
     """
-    completions, ratio, advantages = batch.completions, details.ratio, batch.advantages
+    completions, ratio, advantages = batch.completions, result.ratio, batch.advantages
     if ratio.ndim != advantages.ndim:  # one of completions, the other of tokens
         ratio, advantages = (completions.spread(x) if x.ndim == 1 else x for x in (ratio, advantages))
     found: dict[str, Any] = {}
-    averaged: dict[str, Tensor | None] = {"entropy": entropies.detach(), "kl": details.kl}
+    averaged: dict[str, Tensor | None] = {"entropy": entropies.detach(), "kl": result.kl}
     if options.loss_type == "rloo" and batch.ref_log_probs is not None and batch.old_log_probs is not None:
         averaged["kl"] = batch.old_log_probs - batch.ref_log_probs
     if options.loss_type in (*CLIPPED, "rloo"):
@@ -74,11 +70,11 @@ def policy_metrics(
             found[f"clip_ratio/{name}"] = _extreme(shares, start, completions.lengths > 0 if is_of_tokens else None)
     if options.loss_type == "cispo":
         averaged["cispo_clip_ratio"] = ((ratio > options.bound_high) & (advantages > 0)).float()
-    averaged["vespo/phi_seq_mean"] = details.phi
-    averaged["sampling/importance_sampling_ratio/mean"] = sampling = details.sampling_ratio
+    averaged["vespo/phi_seq_mean"] = result.phi
+    averaged["sampling/importance_sampling_ratio/mean"] = sampling = result.sampling_ratio
     found |= {name: _mean(value, completions) for name, value in averaged.items() if value is not None}
     if sampling is not None and batch.sampling_log_probs is not None:
-        difference = (details.old_log_probs - batch.sampling_log_probs).abs()
+        difference = (result.old_log_probs - batch.sampling_log_probs).abs()
         known, scored = completions.mask & ~batch.sampling_log_probs.isnan(), completions.mask
         found[OF_DATA[0]] = torch.where(known, difference, 0.0).sum(), known.sum()
         found[OF_DATA[1]] = _extreme(difference, -math.inf, known)
@@ -89,7 +85,6 @@ def policy_metrics(
     found |= zip(_LENGTHS, _of_lengths(lengths, torch.ones_like(lengths, dtype=torch.bool)), strict=True)
     if is_terminated is not None:
         is_known = lengths > 0
-        is_terminated = is_terminated & is_known
         found["completions/clipped_ratio"] = (is_known & ~is_terminated).sum(), is_known.sum()
         found |= zip(OF_DATA[6:9], _of_lengths(lengths, is_terminated), strict=True)
     return found

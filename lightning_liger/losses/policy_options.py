@@ -92,42 +92,24 @@ class PolicyOptions(Options):
         bound = "the upper bound of the ratio itself, such as 5.0, not of its distance from 1"
         rules: list[tuple[bool, str, str]] = [
             (kind == "cispo" and self.epsilon_high is None, "epsilon_high", f"set for loss_type='cispo', {bound}"),
-            (
-                kind == "dr_grpo" and self.max_completion_length is None,
-                "max_completion_length", "set for loss_type='dr_grpo', which divides by it",
-            ),
-            (
-                self.delta is not None and kind not in CLIPPED,
-                "delta", f"None for loss_type={kind!r}, which does not clip by it",
-            ),
-            (
-                self.delta is not None and self.delta <= highest,
-                "delta", f"above 1 + epsilon_high = {highest}, the bound that it widens",
-            ),
-            (
-                self.importance_sampling_level == "sequence" and kind in ("vespo", *OF_SEQUENCES),
-                "importance_sampling_level", f"'token' for loss_type={kind!r}, which has ratios of completions",
-            ),
-            (
-                is_rloo and self.beta > 0,
-                "beta", "0 for loss_type='rloo', whose penalty is part of the reward (see leave_one_out_advantages)",
-            ),
-            (
-                is_rloo and self.top_entropy_quantile < 1,
-                "top_entropy_quantile", "1 for loss_type='rloo', whose ratio is that of all tokens",
-            ),
-            (
-                is_rloo and self.off_policy_mask_threshold is not None,
-                "off_policy_mask_threshold", f"None for loss_type={kind!r}",
-            ),
-            (
-                corrects and low is not None and high is not None and low >= high,
-                "vllm_importance_sampling_clip_min", f"below vllm_importance_sampling_clip_max = {high}",
-            ),
-            (
-                corrects and low is None and high is None and mode.endswith("truncate"),
-                "vllm_importance_sampling_clip_max", f"set for vllm_importance_sampling_mode={mode!r}, or clip_min",
-            ),
+            (kind == "dr_grpo" and self.max_completion_length is None,
+             "max_completion_length", "set for loss_type='dr_grpo', which divides by it"),
+            (self.delta is not None and kind not in CLIPPED,
+             "delta", f"None for loss_type={kind!r}, which does not clip by it"),
+            (self.delta is not None and self.delta <= highest,
+             "delta", f"above 1 + epsilon_high = {highest}, the bound that it widens"),
+            (self.importance_sampling_level == "sequence" and kind in ("vespo", *OF_SEQUENCES),
+             "importance_sampling_level", f"'token' for loss_type={kind!r}, which has ratios of completions"),
+            (is_rloo and self.beta > 0,
+             "beta", "0 for loss_type='rloo', whose penalty is part of the reward (see leave_one_out_advantages)"),
+            (is_rloo and self.top_entropy_quantile < 1,
+             "top_entropy_quantile", "1 for loss_type='rloo', whose ratio is that of all tokens"),
+            (is_rloo and self.off_policy_mask_threshold is not None,
+             "off_policy_mask_threshold", f"None for loss_type={kind!r}"),
+            (corrects and low is not None and high is not None and low >= high,
+             "vllm_importance_sampling_clip_min", f"below vllm_importance_sampling_clip_max = {high}"),
+            (corrects and low is None and high is None and mode.endswith("truncate"),
+             "vllm_importance_sampling_clip_max", f"set for vllm_importance_sampling_mode={mode!r}, or clip_min"),
         ]  # fmt: skip
         for is_broken, name, expected in rules:
             if is_broken:

@@ -14,9 +14,5 @@ SFTLoss = Literal["nll", "dft"]
 
 
 def dft_loss(log_probs: Tensor) -> Tensor:
-    """Dynamic fine-tuning's loss of each token: its cross entropy times its probability, which has no gradient.
-
-    Args:
-        log_probs: Of the labels, any shape; differentiable.
-    """
+    """Dynamic fine-tuning's loss of each token: its cross entropy times its probability, which has no gradient."""
     return -log_probs.detach().exp() * log_probs

@@ -11,7 +11,6 @@ from typing import Literal, cast, get_args
 
 from torch import Tensor
 
-from liger_ops.arguments import check_tensor
 from lightning_liger.losses.cpo import ContrastiveOptions, Smoothing
 from lightning_liger.losses.dpo import PairLogProbs, PairLosses
 from lightning_liger.losses.options import NonNegative, Positive
@@ -51,8 +50,5 @@ class TPOOptions(ContrastiveOptions):
         return 2 if self.has_nll else None
 
     def losses(self, pairs: PairLogProbs) -> PairLosses:
-        nll = None
-        if self.has_nll:
-            check_tensor("pairs.gold", pairs.gold)
-            nll = -self.tpo_alpha * cast(Tensor, pairs.gold)
+        nll = -self.tpo_alpha * cast(Tensor, pairs.gold) if self.has_nll else None
         return self.contrastive_losses(pairs, self.tpo_l_gamma, nll)

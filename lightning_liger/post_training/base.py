@@ -67,9 +67,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._check_arguments()
-        self._hidden_metrics: set[str] = set()
-        """Metrics of ``metric_kinds`` that the data do not have, which are not logged; the same on all ranks."""
-        self._has_auxiliary = False
+        self._hidden_metrics = {"aux_loss"}
+        """Metrics that the data or the model do not have, which are not logged; the same on all ranks."""
         self._other_models: dict[nn.Module, LanguageModel] = {}
         self._unit_totals: Tensor | None = None
         self._num_counted = self._next_index = 0
@@ -115,17 +114,12 @@ class LigerPostTrainingMixin(LigerStepMixin):
         """
         raise NotImplementedError(f"{type(self).__name__} must implement count_units(batch), as its loss has several")
 
-    # For steps
-
     def call_model(
         self, inputs: Mapping[str, Any], labels: Tensor, model: nn.Module | None = None
     ) -> tuple[LazyLogits | Tensor, Tensor | None]:
-        """Calls ``self.model``, or another one.
+        """Calls ``self.model``, or another one, such as a reference.
 
-        Args:
-            inputs: All that the model takes besides labels.
-            labels: The label of each token of the inputs, ``[batch_size, seq_len]``.
-            model: Another model, such as a reference.
+        ``inputs`` are all that the model takes besides ``labels``, ``[batch_size, seq_len]``, one for each token.
 
         Returns:
             The logits, lazy if the head was patched, ``[batch_size, seq_len, vocab_size]``, and the sum of the losses
@@ -139,7 +133,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     @property
     def context(self) -> ContextParallel | None:
-        """The group of ranks that share each sequence, None if ranks do not share sequences."""
+        """The group of ranks that share each sequence, if they do."""
         return None if self._attached_trainer is None else engine_of(self.trainer).context_parallel
 
     @property
@@ -158,16 +152,22 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
         return cast(Tensor, all_reduce(tensor, group=self.context.group))
 
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return tensor if self._attached_trainer is None else sum_over_ranks(self.trainer, tensor)
+
     # The steps
 
     def _step(self, stage: str, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int | None]:
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a mapping of names to tensors", batch)
-        result = self.step_loss(stage, batch)
-        terms, totals, sizes = list(result.terms), [], []
-        for term in terms:
-            totals.append(term.total / self._num_shares(term))
-            sizes.append(as_count(term.count, term.total.device) / self._num_shares(term))
+        return self._mean(stage, self.step_loss(stage, batch))
+
+    @torch.compiler.disable  # counts batches, and Lightning inspects the signatures of hooks
+    def _mean(self, stage: str, result: StepLoss) -> tuple[Tensor, Tensor, int | None]:
+        """The sum of the terms' means, with the number of the first one's units; logs metrics."""
+        terms = list(result.terms)
+        totals = [term.total / self._num_shares(term) for term in terms]
+        sizes = [as_count(term.count, term.total.device) / self._num_shares(term) for term in terms]
         if result.auxiliary is not None:
             terms, sizes = [*terms, terms[0]], [*sizes, sizes[0]]
             totals.append(result.auxiliary * sizes[0].to(result.auxiliary.dtype))
@@ -184,7 +184,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         return torch.stack(means).sum(), size, num_batches
 
     def _num_shares(self, term: Term) -> int:
-        """On how many ranks the term is the same, which then count a share of it each."""
+        """On how many ranks the term is the same."""
         return 1 if self.context is None or not term.is_whole else self.context.size
 
     def _count_step(self, own: Tensor, terms: list[Term]) -> tuple[Tensor, int]:
@@ -205,7 +205,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
             if counts:
                 rows = [[float(each[term.unit]) / self._num_shares(term) for term in terms] for each in counts]
                 own = own + torch.tensor(rows, dtype=torch.float64).sum(0).to(own.device)
-            totals = sum_over_ranks(self.trainer, own)
+            totals = self._sum_over_ranks(own)
             self._unit_totals = totals if self._unit_totals is None else self._unit_totals + totals
             self._num_counted += 1 + len(ahead)
             self._next_index = index + 1 + len(ahead)
@@ -217,32 +217,30 @@ class LigerPostTrainingMixin(LigerStepMixin):
         kinds = {**self.metric_kinds(), "aux_loss": "mean"}
         return {"loss": SumOfMeans()} | {name: KINDS[kind]() for name, kind in kinds.items()}
 
-    def _prepare_stage(self) -> None:
-        super()._prepare_stage()
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
         unused = [part for part in self.modules() if not part.training]
         if unused and not any(p.requires_grad for part in unused for p in part.parameters(recurse=False)):
             warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # references, teachers
 
-    @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
     def _measure(self, stage: str, result: StepLoss, parts: Tensor) -> None:
         """Adds a batch to the stage's metrics and logs them."""
         if self._attached_trainer is None:
             return
-        self._has_auxiliary = result.auxiliary is not None
-        auxiliary: dict[str, Measured] = {"aux_loss": Mean(*parts[-1])} if self._has_auxiliary else {}
-        measured = {**result.metrics, **auxiliary}
+        measured = dict(result.metrics)
+        self._hidden_metrics.add("aux_loss")
+        if result.auxiliary is not None:
+            measured["aux_loss"] = Mean(*parts[-1])
+            self._hidden_metrics.discard("aux_loss")
         metrics, _ = self._stage_metrics(stage)
         if unknown := sorted(measured.keys() - set(metrics)):
             raise ValueError(f"metrics of step_loss must be listed in metric_kinds, got {unknown}")
         metrics["loss"].update(parts)
         for name, value in measured.items():
             metrics[name].update(*(value if isinstance(value, tuple) else (value,)))
-        self._log_metrics(stage, [name for name in metrics if self._is_logged(name)])
+        self._log_metrics(stage, [name for name in metrics if name not in self._hidden_metrics])
         if stage == "train":
             self._add_step_sums(measured, parts.device)
-
-    def _is_logged(self, name: str) -> bool:
-        return name not in self._hidden_metrics and (name != "aux_loss" or self._has_auxiliary)
 
     def _step_names(self) -> list[str]:
         """The metrics that are logged for each training step."""
@@ -264,10 +262,10 @@ class LigerPostTrainingMixin(LigerStepMixin):
             return
         sums, self._step_sums = self._step_sums, None
         if self._normalizes_steps():
-            sums = sum_over_ranks(self.trainer, sums)
+            sums = self._sum_over_ranks(sums)
         kinds = self.metric_kinds()
         for name, (total, count) in zip(self._step_names(), sums, strict=True):
-            if self._is_logged(name):
+            if name not in self._hidden_metrics:
                 self.log(f"train_{name}_step", total if kinds.get(name) == "sum" else total / count)
 
     def _seen(self, model: nn.Module | None) -> LanguageModel:

@@ -12,8 +12,7 @@ from torch import nn
 
 from liger_ops.arguments import wrong_value
 from lightning_liger.losses.options import Options, declared
-from lightning_liger.post_training.reference import sum_of_bits
-from lightning_liger.post_training.with_reference import LigerReferenceMixin
+from lightning_liger.post_training.reference import LigerReferenceMixin, sum_of_bits
 from lightning_liger.training.causal_lm import LigerCausalLM
 
 _RANDOM_REFERENCE = "random_reference_fingerprint"
@@ -23,8 +22,8 @@ _Module = TypeVar("_Module", bound="type[LossCausalLM]")
 def takes(**options: type[Options]) -> Callable[[_Module], _Module]:
     """Decorates a module that takes the fields of these dataclasses as arguments, and attributes of its mixins.
 
-    Each dataclass is declared once, and the module has an attribute of its name. The signature of ``__init__`` lists
-    all arguments, for help, schema and command line. The module has no ``__init__`` of its own.
+    The module has an attribute for each dataclass, and no ``__init__`` of its own: that gets a signature with all
+    arguments, for help, schema and command line.
     """
 
     def decorate(cls: _Module) -> _Module:
@@ -90,8 +89,7 @@ class LossCausalLM(LigerCausalLM):
 class ReferenceCausalLM(LigerReferenceMixin, LossCausalLM):
     """A causal language model with its reference model, a frozen copy of it as it starts."""
 
-    _random_reference: int | None = None
-    """The fingerprint of a reference with random weights."""
+    _random_reference: int | None = None  # its fingerprint
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -110,31 +108,24 @@ class ReferenceCausalLM(LigerReferenceMixin, LossCausalLM):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if self.sync_ref_model:  # it is in the checkpoint
-            return
-        if self._random_reference is not None and checkpoint.get(_RANDOM_REFERENCE) not in (
-            None,
-            self._random_reference,
-        ):
+        own, other = self._random_reference, checkpoint.get(_RANDOM_REFERENCE)
+        if None not in (own, other) and own != other and not self.sync_ref_model:  # else it is in the checkpoint
             rank_zero_warn(
                 "The reference model has other random weights than that of the checkpoint, so losses and rewards are"
                 " not comparable: use the seed of that run (seed_everything), or start from a folder (pretrained)."
             )
 
     def _has_reference_model(self) -> bool:
-        if not self.needs_reference or self.reference in ("columns", "adapters"):
+        if not self.needs_reference or getattr(self, "precompute_ref_log_probs", False):
             return False
-        if getattr(self, "precompute_ref_log_probs", False):
-            return False
-        return self.reference == "model" or self._settings.lora is None
+        return self.reference == "model" or (self.reference == "auto" and self._settings.lora is None)
 
     def _build_reference(self) -> nn.Module:
         if self._settings.pretrained is not None:
             return self._build_model()
         if any(parameter.is_meta or hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
-            raise wrong_value(
-                "pretrained", "a folder: strategies that shard cannot copy random weights for the reference", None
-            )
+            expected = "a folder: strategies that shard cannot copy random weights for the reference"
+            raise wrong_value("pretrained", expected, None)
         reference = deepcopy(self.model)
         self._random_reference = sum_of_bits(reference)
         return reference

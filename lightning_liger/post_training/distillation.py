@@ -20,10 +20,10 @@ from lightning_liger.losses.distillation import (
     first_occurrences,
     sampled_divergence,
     sparse_divergence,
+    universal_logit_divergence,
 )
 from lightning_liger.losses.distillation_options import DistillationOptions
 from lightning_liger.losses.options import Options
-from lightning_liger.losses.uld import universal_logit_divergence
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.causal_lm import LossCausalLM, takes
 from lightning_liger.post_training.metrics import Mean, Measured
@@ -34,11 +34,8 @@ from lightning_liger.training.architecture import build_config
 TOPK_IDS, TOPK_LOG_PROBS = "teacher_topk_ids", "teacher_topk_log_probs"
 TEACHER_LOG_PROBS, OLD_LOG_PROBS = "teacher_per_token_logps", "old_per_token_logps"
 _COLUMNS = (TOPK_IDS, TOPK_LOG_PROBS, TEACHER_LOG_PROBS, OLD_LOG_PROBS)
-_OF_ROLLOUTS = ("advantages", "rewards", "group_ids", "ref_per_token_logps", "sampling_per_token_logps")
-"""Keys of rollouts that distillation does not need."""
-_CHUNK_BYTES = 2**29
-_BYTES_PER_LOGIT = 16
-"""Of the probabilities, their sorted copy and their order."""
+_UNUSED = ("advantages", "rewards", "group_ids", "ref_per_token_logps", "sampling_per_token_logps")  # of rollouts
+_CHUNK_BYTES, _BYTES_PER_LOGIT = 2**29, 16  # of the probabilities, their sorted copy and their order
 
 
 class LigerDistillationMixin(LigerTeacherMixin):
@@ -87,15 +84,14 @@ class LigerDistillationMixin(LigerTeacherMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._hidden_metrics = {"importance_weight"}  # until data have old_per_token_logps
+        self._hidden_metrics.add("importance_weight")  # until data have old_per_token_logps
 
     def configure_teacher(self) -> nn.Module | None:
         """Returns the teacher, None if batches have all that is needed. Called once, when a stage begins."""
         return None
 
     def metric_kinds(self) -> dict[str, str]:
-        options = self.distillation
-        names, kinds = ["distillation_loss"], {"num_tokens": "sum"}
+        options, names = self.distillation, ["distillation_loss"]
         if options.crossentropy_weight:
             names += ["cross_entropy"]
         if options.distillation_mode == "sampled_token" or options.crossentropy_weight or options.log_entropy:
@@ -104,18 +100,18 @@ class LigerDistillationMixin(LigerTeacherMixin):
             names += ["teacher_mass", *(["student_mass"] if options.support_mode != "renormalize" else [])]
         if options.distillation_mode == "sampled_token":
             names += ["log_ratio", "importance_weight"]
-        return dict.fromkeys(names, "mean") | kinds
+        return dict.fromkeys(names, "mean") | {"num_tokens": "sum"}
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.distillation
-        rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_OF_ROLLOUTS), ("teacher_",))
+        rows = read_tokens(stage, batch, self._seen_model(), (*_COLUMNS, *_UNUSED), ("teacher_",))
         if ("teacher_input_ids" in rows.extras) != (options.distillation_mode == "uld"):
             raise ValueError(
                 "batch must have 'teacher_input_ids' and 'teacher_labels' (data.teacher_tokenizer) for"
                 f" distillation_mode='uld' only, got {sorted(map(str, batch))} for {options.distillation_mode!r}"
             )
-        num_tokens = rows.num_tokens
-        rows = _checked(rows).to_context(self.context)
+        _check_columns(rows)
+        num_tokens, rows = rows.num_tokens, rows.to_context(self.context)
         logits, auxiliary = self.call_model(rows.inputs, rows.labels)
         losses = {"full_logits": self._full_loss, "topk_logits": self._topk_loss, "sampled_token": self._sampled_loss}
         loss, count, measured = losses.get(options.distillation_mode, self._uld_loss)(logits, rows)
@@ -154,7 +150,12 @@ class LigerDistillationMixin(LigerTeacherMixin):
         if ids is None or log_probs is None:
             teacher_logits, temperature = self._teacher_logits(rows), options.temperature
             with torch.no_grad():
-                ids = _support(logits.detach(), teacher_logits, options.distillation_topk, options.distillation_support)
+                of_whom = {"student": (logits,), "union": (teacher_logits, logits)}
+                likeliest = [
+                    each.detach().topk(min(options.distillation_topk, each.shape[-1]), dim=-1).indices
+                    for each in of_whom.get(options.distillation_support, (teacher_logits,))
+                ]
+                ids = torch.cat(likeliest, dim=-1)
                 is_common = ids < num_common_columns(logits.shape[-1], teacher_logits.shape[-1], options.vocab)
                 ids = ids.masked_fill(~is_common, 0)
                 log_probs = topk_log_probs(teacher_logits, ids, temperature=temperature, mask=kept)
@@ -198,7 +199,9 @@ class LigerDistillationMixin(LigerTeacherMixin):
         batch = {name.removeprefix("teacher_"): columns[name] for name in names}
         of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
         pair = logits, self._teacher_logits(of_teacher)
-        masks = _aligned(rows.labels >= 0, of_teacher.labels >= 0)
+        masks = [each.labels >= 0 for each in (rows, of_teacher)]
+        number = torch.minimum(*(mask.sum(-1) for mask in masks))[:, None]
+        masks = [mask & (mask.cumsum(-1) <= number) for mask in masks]  # as many in one as in the other
         student, teacher = (each[mask] for each, mask in zip(pair, masks, strict=True))
         divergence = partial(universal_logit_divergence, options=self.distillation.uld)
         size = student.shape[-1] + teacher.shape[-1]
@@ -249,15 +252,8 @@ class LigerDistillationMixin(LigerTeacherMixin):
         return float(getattr(data, "temperature", None) or 1.0) if given is None else given
 
 
-def _aligned(student_mask: Tensor, teacher_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Both masks ``[batch_size, seq_len]`` with the first tokens of each row, as many in one as in the other."""
-    number = torch.minimum(student_mask.sum(-1), teacher_mask.sum(-1))[:, None]
-    first, second = (mask & (mask.cumsum(-1) <= number) for mask in (student_mask, teacher_mask))
-    return first, second
-
-
-def _checked(rows: Rows) -> Rows:
-    """The rows; raises for columns of tokens whose shape or dtype does not fit."""
+def _check_columns(rows: Rows) -> None:
+    """Raises for columns of tokens whose shape or dtype does not fit."""
     for name in _COLUMNS:
         if (value := rows.extras.get(name)) is None:
             continue
@@ -266,29 +262,20 @@ def _checked(rows: Rows) -> Rows:
             raise wrong_type(f"batch[{name!r}]", "int64" if name == TOPK_IDS else "floating-point", value)
         like = rows.extras.get(TOPK_IDS) if name == TOPK_LOG_PROBS else None
         shape = (*rows.labels.shape, *value.shape[2:3]) if name == TOPK_IDS else rows.labels.shape
-        shape = shape if like is None else like.shape
-        check_shape(f"batch[{name!r}]", value, shape, "as input_ids or teacher_topk_ids")
-    return rows
+        check_shape(
+            f"batch[{name!r}]", value, shape if like is None else like.shape, "as input_ids or teacher_topk_ids"
+        )
 
 
 def _vocab_size(model: nn.Module) -> int | None:
     """The number of ids that a Hugging Face model knows, None for other models."""
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
-    size = getattr(text, "vocab_size", None)
-    return size if isinstance(size, int) else None
+    return getattr(config.get_text_config(), "vocab_size", None) if isinstance(config, PreTrainedConfig) else None
 
 
 def _next(values: Tensor) -> Tensor:
     """Values of tokens, ``[batch_size, seq_len]``, at the token that predicts them."""
     return F.pad(values[:, 1:], (0, 1))
-
-
-def _support(student_logits: Tensor, teacher_logits: Tensor, top_k: int, support: str) -> Tensor:
-    """The likeliest ids of each token, ``[..., K]``, or those of both models."""
-    chosen = {"teacher": (teacher_logits,), "student": (student_logits,), "union": (teacher_logits, student_logits)}
-    found = [logits.topk(min(top_k, logits.shape[-1]), dim=-1).indices for logits in chosen[support]]
-    return torch.cat(found, dim=-1)
 
 
 def _of_labels(scores: TokenScores, rows: Rows, **sums: Tensor) -> dict[str, Measured]:

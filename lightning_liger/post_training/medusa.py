@@ -4,30 +4,24 @@ arXiv:2401.10774, section 2.2. See :mod:`lightning_liger.losses.multi_head` for 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from liger_ops.arguments import check_path, wrong_type, wrong_value
+from liger_ops import TokenScores
+from liger_ops.arguments import check_number, check_path, wrong_type, wrong_value
 from lightning_liger.lazy.distributed import DistributedLazyLogits
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits
-from lightning_liger.lazy.scores import divergence
+from lightning_liger.lazy.scores import divergence, token_loss
 from lightning_liger.losses.multi_head import Schedule, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.losses.options import Count, Limits, NonNegative, Positive
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.causal_lm import LossCausalLM, takes
-from lightning_liger.post_training.medusa_heads import (
-    MedusaHeads,
-    check_medusa_sizes,
-    find_heads,
-    head_of,
-    load_medusa_heads,
-)
+from lightning_liger.post_training.medusa_heads import MedusaHeads, check_sizes, find_heads, head_of, load_medusa_heads
 from lightning_liger.post_training.metrics import Mean
-from lightning_liger.post_training.multi_token import multi_token_loss
 from lightning_liger.post_training.reference import evaluating, has_adapters, without_adapters
 from lightning_liger.post_training.rows import Rows, read_tokens
 from lightning_liger.post_training.teacher import LigerTeacherMixin, build_frozen
@@ -101,10 +95,11 @@ class LigerMedusaMixin(LigerTeacherMixin):
         return self
 
     def metric_kinds(self) -> dict[str, str]:
-        heads = ["lm"] if not self.medusa_only_heads and not self.medusa_self_distillation else []
-        heads += [f"medusa{k}" for k in range(len(self.medusa_heads))]
+        heads = [f"medusa{k}" for k in range(len(self.medusa_heads))]
+        if not self.medusa_only_heads and not self.medusa_self_distillation:
+            heads.append("lm")
         names = [f"{head}_{quantity}" for head in heads for quantity in ("loss", "accuracy")]
-        return dict.fromkeys([*names, *(["lm_divergence"] if self.medusa_self_distillation else [])], "mean")
+        return dict.fromkeys([*names, "lm_divergence"] if self.medusa_self_distillation else names, "mean")
 
     @torch.compiler.disable  # the hidden states are those of lazy logits, which compiled code does not have
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
@@ -131,8 +126,7 @@ class LigerMedusaMixin(LigerTeacherMixin):
     def _model_loss(self, logits: LazyLogits, rows: Rows) -> tuple[Tensor, dict[str, Mean]]:
         """The sum of the model's own losses of the next token, and what is measured on them."""
         if not self.medusa_self_distillation:
-            loss, correct = _cross_entropy(logits, rows.labels)
-            return loss, _measured("lm", loss, correct, rows.labels)
+            return _cross_entropy("lm", logits, rows.labels)
         original = self._original_logits(rows)
         loss = divergence(logits, original, kind="forward_kl", mask=rows.labels >= 0, reduction="sum")
         return loss, {"lm_divergence": Mean(loss.detach(), rows.num_labels)}
@@ -151,22 +145,20 @@ class LigerMedusaMixin(LigerTeacherMixin):
         self, logits: LazyLogits, targets: list[Tensor], weights: list[float]
     ) -> tuple[Tensor, dict[str, Mean]]:
         """The weighted sum of all heads' losses, and what is measured on them."""
-        outputs = self.medusa_heads(logits.tokens[..., : logits.head.weight.shape[1]])
+        outputs, measured = self.medusa_heads(logits.tokens[..., : logits.head.weight.shape[1]]), dict[str, Mean]()
         if self.medusa_heads.is_shared:  # all rows through the head at once, for one gradient of its weight
             stacked = _as_transformed(head_of(self.model)(torch.stack(outputs)), logits)
             total, scores = multi_token_loss(stacked, torch.stack(targets), weights)
             pair = cast(Tensor, scores.log_probs), cast(Tensor, scores.correct)
-            found = [(-log_probs.sum(), correct) for log_probs, correct in zip(*pair, strict=True)]
-        else:
-            found = [
-                _cross_entropy(_as_transformed(each, logits), labels)
-                for each, labels in zip(outputs, targets, strict=True)
-            ]
-            total = torch.stack([weight * loss for weight, (loss, _) in zip(weights, found, strict=True)]).sum()
-        measured: dict[str, Mean] = {}
-        for k, (each, labels) in enumerate(zip(found, targets, strict=True)):
-            measured |= _measured(f"medusa{k}", *each, labels)
-        return total, measured
+            for k, (log_probs, correct) in enumerate(zip(*pair, strict=True)):
+                measured |= _measured(f"medusa{k}", -log_probs.sum(), correct, targets[k])
+            return total, measured
+        losses = []
+        for k, (output, labels) in enumerate(zip(outputs, targets, strict=True)):
+            loss, quantities = _cross_entropy(f"medusa{k}", _as_transformed(output, logits), labels)
+            losses.append(weights[k] * loss)
+            measured |= quantities
+        return torch.stack(losses).sum(), measured
 
     def _coefficient(self) -> float:
         # Only training has steps: without them the weight is the one after the schedule.
@@ -207,15 +199,59 @@ def _as_transformed(logits: Tensor, like: LazyLogits) -> LazyLogits:
     return logits if logits.transform == like.transform else logits.same(transform=like.transform)
 
 
-def _cross_entropy(logits: LazyLogits, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of one head, and whether each prediction is right."""
+def _cross_entropy(name: str, logits: LazyLogits, targets: Tensor) -> tuple[Tensor, dict[str, Mean]]:
+    """The sum of the losses of one head, and what is measured on them."""
     loss, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
-    return loss, (stats.predictions == targets) & (targets >= 0)
+    return loss, _measured(name, loss, (stats.predictions == targets) & (targets >= 0), targets)
 
 
 def _measured(name: str, loss: Tensor, correct: Tensor, targets: Tensor) -> dict[str, Mean]:
     count = (targets >= 0).sum()
     return {f"{name}_loss": Mean(loss.detach(), count), f"{name}_accuracy": Mean(correct.sum(), count)}
+
+
+def multi_token_loss(logits: Tensor, targets: Tensor, weights: Sequence[float]) -> tuple[Tensor, TokenScores]:
+    """The weighted sum of cross entropies of several predictions that share the unembedding.
+
+    For multi-token prediction (arXiv:2404.19737, arXiv:2412.19437), call the model's patched head once, with the hidden
+    states of all predictions stacked::
+
+        logits = model.get_output_embeddings()(torch.stack(hidden_states))  # lazy, [num_heads, batch_size, seq_len, V]
+        targets = torch.stack([targets_ahead(shift_labels(labels), k) for k in range(num_heads)])
+        loss, scores = multi_token_loss(logits, targets, deepseek_mtp_weights(num_heads))
+
+    A step costs three products of the head's size for each prediction, and the gradient of its weight is summed once.
+
+    Args:
+        logits: ``[num_heads, ..., vocab_size]``, lazy or materialized.
+        targets: ``[num_heads, ...]``, int64; -100 is ignored.
+        weights: Of each prediction.
+
+    Returns:
+        The sum over all tokens, a differentiable scalar, to be divided by a number of tokens; and the scores
+        ``log_probs`` and ``correct`` of all tokens, which have no gradient.
+
+    Raises:
+        TypeError: For arguments of a wrong type.
+        ValueError: For shapes and numbers that do not fit.
+    """
+    if not isinstance(targets, Tensor):
+        raise wrong_type("targets", "a tensor of shape [num_heads, ...]", targets)
+    if not targets.ndim or not len(targets):
+        raise wrong_value("targets", "a tensor of shape [num_heads, ...] with at least one prediction", targets)
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise wrong_type("weights", "a list of numbers", weights)
+    if len(weights) != len(targets):
+        raise wrong_value("weights", f"as many numbers as targets {tuple(targets.shape)} have predictions", weights)
+    for index, weight in enumerate(weights):
+        check_number(f"weights[{index}]", weight, at_least=0)
+    factors, num_tokens = torch.tensor(weights, device=targets.device), targets[0].numel()
+
+    def weighted(scores: TokenScores, index: Tensor) -> Tensor:
+        log_probs = cast(Tensor, scores.log_probs)
+        return -factors.to(log_probs.dtype)[index // num_tokens] * log_probs
+
+    return token_loss(logits, targets, weighted, outputs=("log_probs", "correct"))
 
 
 @takes()
@@ -250,7 +286,7 @@ class LigerMedusa(LigerMedusaMixin, LossCausalLM):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        check_medusa_sizes(self.medusa_num_heads, self.medusa_num_layers, is_shared=self.medusa_shared_head)
+        check_sizes(self.medusa_num_heads, self.medusa_num_layers, is_shared=self.medusa_shared_head)
         settings = self._settings
         if settings.lora is not None and self.medusa_only_heads:
             raise wrong_value("lora", "None with medusa_only_heads=True, a frozen model", settings.lora)

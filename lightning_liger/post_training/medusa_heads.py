@@ -25,12 +25,9 @@ from liger_ops.arguments import check_bool, check_integer, check_path, shown, wr
 from lightning_liger.weights.pretrained import naming_damaged, share_pretrained
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
-CONFIG_NAME = "config.json"
 
 
 class _ZeroLinear(nn.Linear):
-    """A linear layer that starts at zero."""
-
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
@@ -73,18 +70,12 @@ class MedusaHeads(nn.Sequential):  # not a ModuleList, which FSDP2 refuses
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int | None,
-        num_heads: int = 5,
-        num_layers: int = 1,
-        *,
-        bias: bool = False,
+        self, hidden_size: int, vocab_size: int | None, num_heads: int = 5, num_layers: int = 1, *, bias: bool = False,
         **factory: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_integer("hidden_size", hidden_size, at_least=1)
         check_integer("vocab_size", vocab_size, at_least=1, optional=True)
-        check_medusa_sizes(num_heads, num_layers, is_shared=vocab_size is None)
+        check_sizes(num_heads, num_layers, is_shared=vocab_size is None)
         check_bool("bias", bias)
         super().__init__()
         for _ in range(num_heads):
@@ -150,7 +141,7 @@ class MedusaHeads(nn.Sequential):  # not a ModuleList, which FSDP2 refuses
     @property
     def is_shared(self) -> bool:
         """Whether heads have no projection of their own."""
-        return isinstance(cast(MedusaHead, self[0])[-1], MedusaBlock)
+        return cast(MedusaHead, self[0]).get_output_embeddings() is None
 
 
 def head_of(model: nn.Module) -> Any:
@@ -162,7 +153,7 @@ def head_of(model: nn.Module) -> Any:
     return head
 
 
-def check_medusa_sizes(num_heads: int, num_layers: int, *, is_shared: bool) -> None:
+def check_sizes(num_heads: int, num_layers: int, *, is_shared: bool) -> None:
     """Raises unless there are heads with parameters."""
     check_integer("num_heads", num_heads, at_least=1)
     check_integer("num_layers", num_layers, at_least=0)
@@ -194,7 +185,7 @@ def save_medusa_heads(heads: MedusaHeads, folder: str | Path, *, base_model: str
     save_file(tensors, folder / WEIGHTS_NAME)
     config: dict[str, Any] = {"medusa_num_heads": len(heads), "medusa_num_layers": heads.num_layers}
     config["base_model_name_or_path"] = base_model
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_medusa_heads(heads: MedusaHeads, folder: str | Path) -> None:

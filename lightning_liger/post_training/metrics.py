@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lightning_liger.training.metrics import RunningMean, RunningMetric, as_count
 
-MAX_TERMS = 8
-"""Summands that a loss may have, the model's auxiliary losses included."""
+MAX_TERMS = 8  # summands that a loss may have, the model's auxiliary losses included
 
 
 class Mean(NamedTuple):
@@ -32,7 +31,7 @@ def mean_of(values: Tensor, where: Tensor | None = None) -> Mean:
 
 
 class RunningSum(RunningMetric):
-    """A sum over batches and ranks, such as a number of tokens."""
+    """A sum over batches and ranks."""
 
     def update(self, value: Tensor) -> None:
         self.parts = self.parts + value.detach()

@@ -1,16 +1,18 @@
-"""Finished LightningModules of preference losses, so that a yaml file is a whole program."""
+"""Finished LightningModules of preference losses and policy gradients, so that a yaml file is a whole program."""
 
 from lightning_liger.losses.cpo import CPOOptions
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.orpo import ORPOOptions
+from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.tpo import TPOOptions
 from lightning_liger.post_training.causal_lm import ReferenceCausalLM, takes
+from lightning_liger.post_training.policy import LigerPolicyMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
 
 
 class PreferenceModule(LigerPreferenceMixin, ReferenceCausalLM):
-    """A causal language model with a preference loss, its reference model, and adapters if wanted."""
+    """A causal language model with a preference loss."""
 
 
 @takes(preference_loss=DPOOptions)
@@ -66,4 +68,22 @@ class LigerKTO(PreferenceModule):
 
     Formulas and papers: :mod:`lightning_liger.losses.kto`. Arguments are the options of
     :class:`~lightning_liger.KTOOptions`, and others as in :class:`LigerDPO`.
+    """
+
+
+@takes(policy_options=PolicyOptions)
+class LigerGRPO(LigerPolicyMixin, ReferenceCausalLM):
+    """GRPO and its kin for a Hugging Face causal language model, on completions with advantages from a file.
+
+    Data are groups of completions with rewards or advantages, see
+    :class:`~lightning_liger.post_training.policy.LigerPolicyMixin`. Formulas and papers of the losses:
+    :mod:`lightning_liger.losses.policy`.
+
+    Arguments are the options of :class:`~lightning_liger.PolicyOptions`; ``temperature``, ``steps_per_generation``,
+    ``reference`` and other attributes of :class:`~lightning_liger.post_training.policy.LigerPolicyMixin`
+    (``temperature`` is also that of ``predict``); the model, ``lora``, the optimizer and its schedule as in
+    :class:`~lightning_liger.LigerCausalLM`. A usual ``learning_rate`` is 1e-6.
+
+    Raises:
+        FileNotFoundError, ModuleNotFoundError, TypeError, ValueError: As :class:`~lightning_liger.LigerDPO`.
     """

@@ -19,6 +19,7 @@ from lightning_liger.training.mixin import LMLoss
 from lightning_liger.training.protocol import engine_of
 
 _ACCURACIES = ("choice_accuracy", "choice_accuracy_norm")
+_COLUMNS = ("question_ids", "is_answer", "num_characters")  # of each choice
 
 
 class LigerMultipleChoice(LigerCausalLM):
@@ -45,7 +46,9 @@ class LigerMultipleChoice(LigerCausalLM):
             return super()._step(stage, batch)
         context = None if self._attached_trainer is None else engine_of(self.trainer).context_parallel
         rows = read_rows(batch).to_context(context)
-        question_ids, is_answer, num_characters = _choices(batch, rows.num_sequences)
+        _check_choices(batch, rows.num_sequences)
+        question_ids, is_answer, num_characters = (batch[name] for name in _COLUMNS)
+        is_answer = is_answer.bool()
         labels, model = rows.labels, self._seen_model()
         with lazy_logits():
             output, auxiliary, _ = model(rows.inputs, labels)
@@ -69,13 +72,10 @@ class LigerMultipleChoice(LigerCausalLM):
         return loss, num_tokens, None
 
 
-def _choices(batch: Mapping[str, Any], num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``question_ids``, ``is_answer`` and ``num_characters``, each ``[num_sequences]``."""
-    names = ("question_ids", "is_answer", "num_characters")
-    if missing := [name for name in (*names, "num_questions") if batch.get(name) is None]:
+def _check_choices(batch: Mapping[str, Any], num_sequences: int) -> None:
+    if missing := [name for name in (*_COLUMNS, "num_questions") if batch.get(name) is None]:
         raise ValueError(f"batch must have the key {missing[0]!r} of all choices, got {sorted(map(str, batch))}")
     check_integer("batch['num_questions']", batch["num_questions"], at_least=1)
-    for name in names:
+    for name in _COLUMNS:
         check_tensor(f"batch[{name!r}]", batch[name])
         check_shape(f"batch[{name!r}]", batch[name], (num_sequences,), "one for each choice")
-    return batch["question_ids"], batch["is_answer"].bool(), batch["num_characters"]

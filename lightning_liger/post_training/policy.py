@@ -11,7 +11,7 @@ from liger_ops import TokenScores
 from liger_ops.arguments import check_tensor
 from lightning_liger.lazy.scores import token_loss, token_scores
 from lightning_liger.losses.options import Count, Positive
-from lightning_liger.losses.policy import num_units
+from lightning_liger.losses.policy import num_top_entropies, num_units
 from lightning_liger.losses.policy_batch import (
     PolicyBatch,
     PolicyObjective,
@@ -20,20 +20,12 @@ from lightning_liger.losses.policy_batch import (
     policy_objective,
     token_objective,
 )
-from lightning_liger.losses.policy_metrics import (
-    OF_DATA,
-    metric_kind,
-    metric_names,
-    policy_metrics,
-    reward_metrics,
-)
+from lightning_liger.losses.policy_metrics import OF_DATA, metric_kind, metric_names, policy_metrics, reward_metrics
 from lightning_liger.losses.policy_options import PolicyOptions
-from lightning_liger.losses.policy_weights import num_top_entropies
 from lightning_liger.post_training.base import StepLoss, Term
-from lightning_liger.post_training.completions import read_completions
 from lightning_liger.post_training.metrics import Mean, Measured
-from lightning_liger.post_training.rows import Rows
-from lightning_liger.post_training.with_reference import LigerReferenceMixin
+from lightning_liger.post_training.reference import LigerReferenceMixin
+from lightning_liger.post_training.rows import Rows, read_completions
 
 
 class LigerPolicyMixin(LigerReferenceMixin):
@@ -47,9 +39,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
 
     Batches are those of TRL's ``GRPOTrainer``, padded or packed, see :func:`read_completions`. Without
     ``old_per_token_logps`` the policy is the one that was sampled from. A reference (for ``beta`` above 0) is the
-    column ``ref_per_token_logps``; else ``ref_model``, which is frozen, in evaluation mode and not in checkpoints
-    (``configure_model`` makes it again); else the policy with its peft adapters off (or with one that is named
-    ``"ref"``). ``reference`` chooses one: ``"columns"``, ``"model"``, ``"adapters"``, or ``"auto"`` in this order.
+    column ``ref_per_token_logps``, ``ref_model``, or the policy with its peft adapters off (or with one that is named
+    ``"ref"``), see ``reference``.
 
     The loss is that of a whole optimizer step, whatever its split over micro-batches and ranks, divided by the number
     of tokens or completions (:mod:`lightning_liger.losses.policy`). With ``num_items_in_batch``, the number
@@ -82,9 +73,9 @@ class LigerPolicyMixin(LigerReferenceMixin):
         super().__init__(*args, **kwargs)
         names = metric_names(self.policy_options)
         names += ["policy_loss"] * (self.policy_options.entropy_coef > 0)
-        self._hidden_metrics = set(OF_DATA) - set(names)
-        self._kinds = {name: metric_kind(name) for name in (*names, *sorted(self._hidden_metrics))}
-        self._kinds["num_tokens"] = "sum"
+        of_data = sorted(set(OF_DATA) - set(names))
+        self._hidden_metrics.update(of_data)
+        self._kinds = {name: metric_kind(name) for name in (*names, *of_data)} | {"num_tokens": "sum"}
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.policy_options
@@ -95,9 +86,11 @@ class LigerPolicyMixin(LigerReferenceMixin):
             with self._reference_model() as model:
                 policy = policy._replace(ref_log_probs=self._log_probs(rows, model))
         check_policy_batch(policy, options)
-        mask = policy.completions.mask
         coefficient = options.entropy_coef or None
-        count, unit = self._policy_units(batch, policy)
+        count: Tensor | float = num_units(policy.completions, options)
+        unit = "tokens" if options.counts_tokens else "sequences"
+        if options.counts_tokens and batch.get("num_items_in_batch") is not None:
+            count, unit = self._share(batch["num_items_in_batch"]), "items"
         local = rows.to_context(self.context)
         logits, auxiliary = self.call_model(local.inputs, local.labels)
         scored: dict[str, Any] = {"temperature": self.temperature, "outputs": ("log_probs", "entropy")}
@@ -112,7 +105,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
             result, entropies = self._objective(scores, policy)
             terms = [Term(result.total, count, unit)]
             if coefficient is not None:
-                terms.append(Term(-coefficient * result.entropy, self._num_entropies(mask), "entropies"))
+                num_entropies = self._num_entropies(policy.completions.mask)
+                terms.append(Term(-coefficient * result.entropy, num_entropies, "entropies"))
         metrics = self._measured(rows, batch, policy, result, entropies)
         if coefficient is not None:
             metrics["policy_loss"] = Mean(result.total.detach(), count)
@@ -142,10 +136,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
         apart = torch.zeros_like(log_probs).scatter(1, places, log_probs)
         return apart[:, batch["prompt_ids"].shape[1] :]
 
-    # For steps
-
     def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
-        completions = read_completions(batch).batch.completions
+        completions = read_completions(batch)[1].completions
         mask, items = completions.mask, batch.get("num_items_in_batch", 0.0)
         return {
             "sequences": completions.count,
@@ -161,13 +153,6 @@ class LigerPolicyMixin(LigerReferenceMixin):
     def metric_kinds(self) -> dict[str, str]:
         return dict(self._kinds)
 
-    def _policy_units(self, batch: Mapping[str, Any], policy: PolicyBatch) -> tuple[Tensor | float, str]:
-        """The number of units of the policy's loss in this batch, and their name."""
-        if self.policy_options.counts_tokens and batch.get("num_items_in_batch") is not None:
-            return self._share(batch["num_items_in_batch"]), "items"
-        unit = "tokens" if self.policy_options.counts_tokens else "sequences"
-        return num_units(policy.completions, self.policy_options), unit
-
     def _share(self, num_items: Tensor | float) -> Tensor | float:
         """The part of a generation batch's tokens that a micro-batch of one rank counts as."""
         if self._attached_trainer is None:
@@ -178,13 +163,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
 
     def _objective(self, scores: TokenScores, policy: PolicyBatch) -> tuple[PolicyObjective, Tensor]:
         log_probs, entropies = self._whole(scores.log_probs), self._whole(scores.entropy)
-        gather = None
-        if (
-            self.policy_options.top_entropy_quantile < 1
-            and self._attached_trainer is not None
-            and self.trainer.world_size > 1
-        ):
-            gather = self._gather
+        trainer = self._attached_trainer
+        gather = None if trainer is None or trainer.world_size == 1 else self._gather
         return policy_objective(log_probs, entropies, policy, self.policy_options, gather=gather), entropies.detach()
 
     def _whole(self, values: Tensor | None) -> Tensor:
@@ -233,9 +213,10 @@ class LigerPolicyMixin(LigerReferenceMixin):
     ) -> dict[str, Measured]:
         is_terminated = None
         if ends := _end_of_sequence_ids(self.model):
-            last = policy.completions.last(rows.labels)
-            is_terminated = torch.stack([last == end for end in ends]).any(0)
-        measured = policy_metrics(entropies, policy, result.details, self.policy_options, is_terminated)
+            is_end = torch.stack([rows.labels == end for end in ends]).any(0)
+            is_last = policy.completions.positions == policy.completions.spread(policy.completions.lengths)
+            is_terminated = policy.completions.sum(is_end & is_last) > 0
+        measured = policy_metrics(entropies, policy, result, self.policy_options, is_terminated)
         measured["num_tokens"] = rows.num_tokens / self._ranks_per_batch
         if isinstance(batch.get("rewards"), Tensor):
             measured |= reward_metrics(batch["rewards"], batch.get("group_ids"))

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 
 from liger_ops import IGNORE_INDEX, TokenScores
 from liger_ops.arguments import check_path, check_shape, check_tensor, wrong_value
-from lightning_liger.lazy.scores import token_scores
+from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.scores import token_loss, token_scores
 from lightning_liger.losses.dpo import DPOOptions, PairLogProbs, PairLosses, PreferenceOptions, wpo_weights
-from lightning_liger.losses.kto import KTOOptions, RunningDelta, kl_estimate, kto_loss, reward_sums
-from lightning_liger.losses.sequences import length_desensitized
+from lightning_liger.losses.kto import KTOOptions, kl_estimate, kto_loss, reward_sums, running_delta
 from lightning_liger.post_training.base import StepLoss, Term
 from lightning_liger.post_training.metrics import Mean, Measured, mean_of
 from lightning_liger.post_training.reference import (
+    LigerReferenceMixin,
     ReferenceCache,
     every_batch,
     has_adapters,
@@ -24,21 +26,21 @@ from lightning_liger.post_training.reference import (
     weights_fingerprint,
 )
 from lightning_liger.post_training.rows import Rows, read_rows
-from lightning_liger.post_training.units import can_take_units, unit_loss
-from lightning_liger.post_training.with_reference import LigerReferenceMixin
 from lightning_liger.sequences.labels import shift_labels
 
 _FINGERPRINT, _CACHE, _DELTA = "reference_fingerprint", "reference_log_probs", "running_delta"
+MAX_UNIT_BYTES = 2**30  # of the logits of a unit, such as a pair, which are in memory at once
 _MEASURED = ("entropy", "mean_logit", "correct")
 
 
 class SequenceScores(NamedTuple):
-    """Sums over the scored completion tokens of each sequence, ``[num_sequences]`` each."""
+    """Sums over the completion tokens of each sequence, ``[num_sequences]``, of which the first two are differentiable.
+
+    ``log_probs`` are weighted as LD-DPO asks, ``nll`` is of all labels: for ORPO of the prompt too.
+    """
 
     log_probs: Tensor
-    """Weighted as LD-DPO asks. Differentiable."""
     nll: Tensor
-    """Negative log-likelihood of all labels: of the completion, for ORPO of the prompt too. Differentiable."""
     entropy: Tensor
     mean_logit: Tensor
     correct: Tensor
@@ -102,9 +104,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reference_cache: ReferenceCache | None = None
-        self._reference_fingerprint: str | None = None
         self._is_precomputing = False
-        self._running_delta = RunningDelta()
+        self._reward_sums = torch.zeros(2, 2, dtype=torch.float64)  # of BCO, of all steps so far
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -119,7 +120,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss needs log-probabilities of a reference model."""
         return self.preference_loss.needs_reference
 
     def _without_reference(self) -> dict[str, Any]:
@@ -149,8 +149,8 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return super()._reference_kind()
 
     @torch.no_grad()
-    def _log_prob_sums(self, rows: Rows, model: nn.Module | None = None) -> Tensor:
-        """The sums of log-probabilities under a model, by default the policy, ``[num_sequences]``."""
+    def _log_prob_sums(self, rows: Rows, model: nn.Module) -> Tensor:
+        """The sums of log-probabilities under a model, ``[num_sequences]``."""
         local = rows.to_context(self.context)
         logits, _ = self.call_model(local.inputs, local.labels, model)
         log_probs = cast(Tensor, token_scores(logits, local.labels).log_probs)
@@ -188,15 +188,15 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         self._is_precomputing = True
         try:
             kind, strategy = self._reference_kind(), self.trainer.strategy
-            is_resumed = self._reference_fingerprint is not None and kind == "policy"
+            cache = self._reference_cache
+            is_resumed = cache is not None and kind == "policy"
             if not is_resumed:
                 model = cast(nn.Module, self.ref_model) if kind == "model" else self.model
                 settings = (kind, getattr(self.preference_loss, "ld_alpha", None))
                 fingerprint = weights_fingerprint(model, settings, without_adapters=kind == "adapters")
-                self._reference_fingerprint = fingerprint
-            cache = self._reference_cache
-            if cache is None or cache.fingerprint != self._reference_fingerprint:
-                cache = ReferenceCache(self.ref_log_probs_folder, cast(str, self._reference_fingerprint))
+                if cache is None or cache.fingerprint != fingerprint:
+                    cache = ReferenceCache(self.ref_log_probs_folder, fingerprint)
+            assert cache is not None
             for batch in every_batch(self.trainer):
                 for prefix in self._columns():
                     read_rows(batch, prefix)  # raises for keys that are missing
@@ -264,62 +264,51 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.preference_loss.is_labelled:
-            checkpoint[_DELTA] = self._running_delta.state
-        if self._reference_fingerprint is not None:
-            checkpoint[_FINGERPRINT] = self._reference_fingerprint
-            if self._reference_cache is not None and self.ref_log_probs_folder is None:
-                checkpoint[_CACHE] = self._reference_cache.tensors()
+            checkpoint[_DELTA] = self._reward_sums
+        if (cache := self._reference_cache) is not None:
+            checkpoint[_FINGERPRINT] = cache.fingerprint
+            if cache.path is None:
+                checkpoint[_CACHE] = cache.tensors()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if _DELTA in checkpoint:
-            self._running_delta.state = checkpoint[_DELTA]
-        self._reference_fingerprint = checkpoint.get(_FINGERPRINT)
-        if _CACHE in checkpoint and self._reference_cache is None:
-            self._reference_cache = ReferenceCache(None, cast(str, self._reference_fingerprint))
-            self._reference_cache.load(checkpoint[_CACHE])
+        self._reward_sums = checkpoint.get(_DELTA, self._reward_sums)
+        self._reference_cache = None
+        if _FINGERPRINT in checkpoint:
+            self._reference_cache = ReferenceCache(self.ref_log_probs_folder, checkpoint[_FINGERPRINT])
+            self._reference_cache.load(checkpoint.get(_CACHE, {}))
 
     # Sequences
 
     def _rows(self, batch: Mapping[str, Any], prefix: str = "") -> Rows:
         """The sequences of a batch with ``weights``, the weight of each token in its sequence's log-probability."""
         rows, options = read_rows(batch, prefix), self.preference_loss
-        parts = options.num_sequences
-        if rows.num_sequences % parts:
+        if rows.num_sequences % options.num_sequences:
             triples = "chosen, rejected and reference sequences (for pairs, tpo_alpha=0)"
-            names = triples if parts == 3 else "chosen and rejected sequences"
+            names = triples if options.num_sequences == 3 else "chosen and rejected sequences"
             raise ValueError(f"batch must hold as many {names}, got {rows.num_sequences} sequences in all")
-        completion = rows.labels != IGNORE_INDEX
-        weights = completion.float()
-        if (ld_alpha := getattr(options, "ld_alpha", None)) is not None:
-            weights = length_desensitized(completion, self._num_tokens(rows), ld_alpha, rows.sequence_ids)
+        completions, ld_alpha = rows.completions, getattr(options, "ld_alpha", None)
+        weights = completions.mask.float() if ld_alpha is None else completions.length_desensitized(ld_alpha)
         if options.scores_prompts:
             rows = rows._replace(labels=_with_prompts_of_chosen(rows))
-        return rows._replace(extras={"weights": weights, "completion": completion})
+        return rows._replace(extras={"weights": weights, "completion": completions.mask})
 
     def _num_tokens(self, rows: Rows) -> Tensor:
-        """The number of scored tokens of each sequence, ``[num_sequences]``."""
-        completion = rows.extras.get("completion", rows.labels != IGNORE_INDEX)
-        return rows.sums(completion)
+        """The number of completion tokens of each sequence, ``[num_sequences]``."""
+        return rows.sums(rows.extras["completion"])
 
     def _num_nll_tokens(self, rows: Rows) -> Tensor:
         """The number of tokens over which the negative log-likelihood is averaged."""
         options = self.preference_loss
-        return rows.sums(rows.labels != IGNORE_INDEX).chunk(options.num_sequences)[options.nll_part or 0].sum()
+        return rows.completions.lengths.chunk(options.num_sequences)[options.nll_part or 0].sum()
 
     def _score(
         self, rows: Rows, losses: Callable[[SequenceScores], Tensor] | None = None
     ) -> tuple[SequenceScores, Tensor | None, Tensor | None]:
-        """Calls the policy.
+        """Calls the policy, and returns the sums over sequences and the losses that the model adds.
 
-        Args:
-            rows: The sequences.
-            losses: From their sums to the loss of each example, ``[num_examples]``, if each depends on its own
-                sequences only.
-
-        Returns:
-            The sums over sequences; the losses that the model adds; and the sum of ``losses`` if it was taken in the
-            loop over the head, in which case the sums over sequences have no gradient.
+        And the sum of ``losses``, those of examples which depend on their own sequences only, if it was taken in the
+        loop over the head: then the sums over sequences have no gradient.
         """
         options = self.preference_loss
         is_weighted = getattr(options, "use_weighting", False)
@@ -333,10 +322,9 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             return self._sums(scores, local), auxiliary, None
         units = _sequence_numbers(rows) % num_examples
 
-        def of_examples(scores: TokenScores) -> Tensor:
-            return losses(self._sums(scores, rows))
-
-        total, scores = unit_loss(logits, rows.labels, units, of_examples, outputs=outputs, detach=detach)
+        total, scores = unit_loss(
+            logits, rows.labels, units, lambda scores: losses(self._sums(scores, rows)), outputs=outputs, detach=detach
+        )
         return self._sums(scores, rows), auxiliary, total
 
     def _sums(self, scores: TokenScores, local: Rows) -> SequenceScores:
@@ -358,13 +346,10 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         if self.needs_reference:  # first, when the policy has not stored anything for backward
             reference = self._reference_of(batch, rows, self._columns()[""])
         num_tokens = self._num_tokens(rows)
-
-        def losses(scores: SequenceScores) -> Tensor:
-            return self._pair_losses(scores, num_tokens, reference).losses
-
+        pair_losses = partial(self._pair_losses, num_tokens=num_tokens, reference=reference)
         is_apart = self.preference_loss.is_of_single_examples
-        scores, auxiliary, total = self._score(rows, losses if is_apart else None)
-        result = self._pair_losses(scores, num_tokens, reference)
+        scores, auxiliary, total = self._score(rows, (lambda sums: pair_losses(sums).losses) if is_apart else None)
+        result = pair_losses(scores)
         num_pairs = len(result.losses)
         terms = [Term(result.losses.sum() if total is None else total, num_pairs, "pairs")]
         num_nll_tokens = self._num_nll_tokens(rows)
@@ -404,32 +389,26 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         if options.loss_type == "bco":
             if stage == "train":
                 sums = reward_sums(options.beta * (scores.log_probs - reference), labels)
-                self._running_delta.update(self._sum_over_ranks(sums))
-            baseline = self._running_delta.value().to(labels.device)
-        result = kto_loss(scores.log_probs, reference, labels, options, baseline=baseline)
+                self._reward_sums = self._reward_sums.to(sums.device) + self._sum_over_ranks(sums).double()
+            baseline = running_delta(self._reward_sums).to(labels.device)
+        losses, rewards = kto_loss(scores.log_probs, reference, labels, options, baseline=baseline)
         metrics: dict[str, Any] = {}
         for name, mask in (("chosen", labels), ("rejected", ~labels)):
-            metrics[f"rewards/{name}"] = mean_of(result.rewards, mask)
-            metrics[f"logps/{name}"] = mean_of(scores.log_probs, mask)
+            metrics |= {f"rewards/{name}": mean_of(rewards, mask), f"logps/{name}": mean_of(scores.log_probs, mask)}
         metrics["rewards/margins"] = metrics["rewards/chosen"], metrics["rewards/rejected"]
         if options.needs_kl:
             metrics["kl"] = mean_of(baseline[None])
         metrics |= self._token_metrics(rows, scores, self._num_tokens(rows), labels, ~labels)
-        return StepLoss((Term(result.losses.sum(), rows.num_sequences, "sequences"),), metrics, auxiliary)
+        return StepLoss((Term(losses.sum(), rows.num_sequences, "sequences"),), metrics, auxiliary)
 
     def _kl(self, batch: Mapping[str, Any]) -> Tensor:
         """KTO's estimate of the policy's divergence, from the mismatched pairs of all ranks."""
         rows = self._rows(batch, "KL_")
         reference = self._reference_of(batch, rows, ("ref_KL_logps",))
-        difference = self._log_prob_sums(rows) - reference
+        difference = self._log_prob_sums(rows, self.model) - reference
         is_scored = self._num_tokens(rows) > 0
         total = torch.where(is_scored, difference, 0).sum()
         return kl_estimate(*self._sum_over_ranks(torch.stack((total, is_scored.sum().to(total.dtype)))))
-
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        if self._attached_trainer is None:
-            return tensor
-        return cast(Tensor, self.trainer.strategy.reduce(tensor, reduce_op="sum"))
 
     def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
         rows = self._rows(batch)
@@ -475,3 +454,42 @@ def _with_prompts_of_chosen(rows: Rows) -> Tensor:
     is_last[..., :-1] = numbers.diff(dim=-1) != 0
     is_chosen = is_real & (numbers >= 0) & (numbers < rows.num_sequences // 2) & ~is_last
     return torch.where(is_chosen, everything, rows.labels)
+
+
+def can_take_units(logits: Tensor, max_unit_tokens: int) -> bool:
+    """Whether it saves a product of the head's size to take units, of at most so many tokens, with all their logits."""
+    if not torch.is_grad_enabled() or not isinstance(logits, LazyLogits):
+        return False
+    unit_bytes = max_unit_tokens * logits.shape[-1] * logits.element_size()
+    return logits.head.requires_grad and unit_bytes <= MAX_UNIT_BYTES
+
+
+def unit_loss(
+    logits: Tensor,
+    labels: Tensor,
+    units: Tensor,
+    losses: Callable[[TokenScores], Tensor],
+    *,
+    outputs: Sequence[str] = ("log_probs",),
+    detach: Sequence[str] = (),
+) -> tuple[Tensor, TokenScores]:
+    """The sum of a loss over units of tokens, differentiable; and the scores of all tokens, which are not.
+
+    ``units`` is the unit of each token, from 0. ``losses`` gets the ``outputs`` of all tokens, those in ``detach``
+    without gradient, and returns the losses of all units, each of which depends on its own tokens only. It is called
+    for some units at a time; the scores of the others' tokens are 0 then.
+    """
+
+    def chunk_losses(scores: TokenScores, index: Tensor) -> Tensor:
+        whole = (
+            None if each is None else each.new_zeros(labels.numel()).index_put((index,), each).view(labels.shape)
+            for each in scores
+        )
+        total = losses(TokenScores(*whole)).sum()
+        return torch.cat([total[None], total.new_zeros(len(index) - 1)])  # which token has it does not matter
+
+    # Its gradient is that of the sum, but its value counts units with scores of 0.
+    total, scores = token_loss(logits, labels, chunk_losses, units=units, outputs=outputs, detach=detach)
+    with torch.no_grad():
+        value = losses(scores).sum()
+    return value.to(total.dtype) + (total - total.detach()), scores

@@ -8,13 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_integer, check_shape, check_tensor, wrong_type, wrong_value
-from lightning_liger.losses.sequences import sequence_sums
+from liger_ops.arguments import (
+    check_floating,
+    check_integer,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    wrong_type,
+    wrong_value,
+)
+from lightning_liger.losses.completions import Completions, sequence_sums
+from lightning_liger.losses.policy_batch import PolicyBatch
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
 from lightning_liger.training.language_model import LanguageModel
 
+_COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 PACKING = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -22,7 +32,7 @@ class Rows(NamedTuple):
     """Rows of tokens with labels: of sequences whose completions are scored, or of any text."""
 
     inputs: dict[str, Any]
-    """Arguments of the model besides labels, ``attention_mask`` and those of packed rows as they are given."""
+    """Arguments of the model besides labels."""
     labels: Tensor
     """What each token of the inputs predicts, ``[rows, seq_len]``, int64; -100 where none is scored."""
     sequence_ids: Tensor | None = None
@@ -56,6 +66,11 @@ class Rows(NamedTuple):
         """The sum of each sequence's values, ``[num_sequences]``."""
         return sequence_sums(values, self.sequence_ids, self.num_sequences)
 
+    @property
+    def completions(self) -> Completions:
+        """The tokens with a label."""
+        return Completions(self.labels != IGNORE_INDEX, self.sequence_ids, self.num_sequences)
+
     def to_context(self, context: ContextParallel | None) -> "Rows":
         """This rank's part of each row under context parallelism. Right padding needs no attention mask."""
         if context is None:
@@ -72,7 +87,7 @@ class Rows(NamedTuple):
 
 
 def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
-    """The sequences of a batch.
+    """The sequences of a batch; raises TypeError and ValueError for one that does not fit.
 
     Args:
         batch: ``input_ids`` ``[rows, seq_len]`` int64, ``completion_mask`` of the same shape (True or 1 for tokens of
@@ -81,10 +96,6 @@ def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
             number for padding), and their number: ``num_sequences``, an integer, or ``cu_seq_lens_q``, where they start
             and the last one ends; without both the device is asked for the largest.
         prefix: Of the names of the keys, such as ``"KL_"``.
-
-    Raises:
-        TypeError: For values that are no tensors of integers.
-        ValueError: For missing keys, and shapes that do not fit.
     """
     for key in ("input_ids", "completion_mask"):
         if batch.get(prefix + key) is None:
@@ -128,18 +139,9 @@ def read_tokens(
 ) -> Rows:
     """The rows of a batch with ``labels`` (unshifted) or ``shift_labels``, as ``LigerLMMixin`` takes it.
 
-    ``completion_mask`` (1 at tokens that have a label) may stand in their place.
-
-    Args:
-        stage: ``"train"``, ``"val"`` or ``"test"``.
-        batch: The batch of the data loader.
-        model: Its keys, and those of ``columns``, are the ones that a batch may have.
-        columns: Names of values that are not for the model, which become ``extras``.
-        prefixes: Of further such names.
-
-    Raises:
-        TypeError: For values that are no tensors of integers.
-        ValueError: For missing and unknown keys, and shapes that do not fit.
+    ``completion_mask`` (1 at tokens that have a label) may stand in their place. Raises TypeError and ValueError for a
+    batch that does not fit. Keys are those of the model; of ``columns``, and with one of the ``prefixes``, which become
+    ``extras``.
     """
     extras: dict[str, Any] = {}
     if isinstance(batch, Mapping):
@@ -173,3 +175,79 @@ def count_sequences(batch: Mapping[str, Any], prefix: str = "") -> int:
         number = int(batch[prefix + "sequence_ids"].max()) + 1 if ends is None else len(ends) - 1
     check_integer(f"batch[{prefix + 'num_sequences'!r}]", number, at_least=1)
     return int(number)
+
+
+def read_completions(batch: Mapping[str, Any]) -> tuple[Rows, PolicyBatch, Tensor | None]:
+    """The completions of a batch; raises TypeError and ValueError for one that does not fit.
+
+    Args:
+        batch: Either ``prompt_ids`` (padded on the left), ``prompt_mask``, ``completion_ids`` (padded on the right) and
+            ``completion_mask``, ``[num_sequences, prompt_len]`` and ``[num_sequences, completion_len]``; or
+            ``input_ids``, ``completion_mask`` and, if padded on the right, ``attention_mask``, ``[num_rows, seq_len]``,
+            packed rows too, see :func:`read_rows`. ``advantages`` are
+            ``[num_sequences]`` or of tokens. ``tool_mask`` (0 for tokens that the policy did not write),
+            ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps`` are of tokens: of
+            ``completion_ids``, or of ``input_ids``, each at its token.
+
+    Returns:
+        The rows; their values, those of tokens where the token is predicted, one place before it; and, for batches that
+        keep prompts apart, where each token of ``prompt_ids`` and ``completion_ids`` is in its row.
+    """
+    if not isinstance(batch, Mapping) or ("input_ids" not in batch and "prompt_ids" not in batch):
+        found = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"batch must have the keys 'prompt_ids' and 'completion_ids', or 'input_ids', got {found}")
+    advantages = batch.get("advantages")
+    if advantages is None:
+        raise ValueError(f"batch must have the key 'advantages', got {sorted(map(str, batch))}")
+    check_floating("batch['advantages']", advantages)
+    is_joined = "input_ids" in batch
+    shape = batch["input_ids" if is_joined else "completion_ids"].shape
+    columns = {key: batch[key] for key in ("tool_mask", *_COLUMNS) if batch.get(key) is not None}
+    for key, value in columns.items():
+        (check_tensor if key == "tool_mask" else check_floating)(f"batch[{key!r}]", value)
+        check_shape(f"batch[{key!r}]", value, shape, "one value for each token")
+    if advantages.ndim > 1:
+        check_shape("batch['advantages']", advantages, shape, "one value for each token, or one for each completion")
+        columns["advantages"] = advantages
+    joined, places = (dict(batch), None) if is_joined else _join(batch)
+    if places is not None:
+        prompt_len = batch["prompt_ids"].shape[1]
+        columns = {key: F.pad(value, (prompt_len, 0)).gather(1, places) for key, value in columns.items()}
+    if "tool_mask" in columns:
+        joined["completion_mask"] = joined["completion_mask"].bool() & columns.pop("tool_mask").bool()
+    rows = read_rows(joined)
+    check_same_device("input_ids", rows.labels, **{"advantages": advantages} | columns)
+    if advantages.ndim == 1:
+        check_shape("batch['advantages']", advantages, (rows.num_sequences,), "one for each completion")
+    # The value of a token belongs to the place before it, whose logits predict it.
+    shifted = {key: F.pad(value[:, 1:], (0, 1)) for key, value in columns.items()}
+    advantages = shifted.get("advantages", advantages)
+    return rows, PolicyBatch(rows.completions, advantages, *map(shifted.get, _COLUMNS)), places
+
+
+def _join(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """Prompts and completions in rows that are padded on the right only, which causal attention needs no mask for."""
+    for ids, mask in (("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")):
+        for key in (ids, mask):
+            if batch.get(key) is None:
+                raise ValueError(f"batch must have the key {key!r}, got {sorted(map(str, batch))}")
+            check_tensor(f"batch[{key!r}]", batch[key])
+        if batch[ids].ndim != 2:
+            raise wrong_value(f"batch[{ids!r}]", "a tensor of shape [num_sequences, length]", batch[ids])
+        if batch[ids].dtype not in (torch.int64, torch.int32):
+            raise wrong_type(f"batch[{ids!r}]", "a tensor of dtype torch.int64", batch[ids])
+        check_shape(f"batch[{mask!r}]", batch[mask], batch[ids].shape, "one value for each token")
+        check_same_device("prompt_ids", batch["prompt_ids"], **{key: batch[key] for key in (ids, mask)})
+    prompts, completions = batch["prompt_ids"], batch["completion_ids"]
+    if len(prompts) != len(completions):
+        raise wrong_value("batch['completion_ids']", f"one row for each of {len(prompts)} prompts", completions)
+    prompt_mask, completion_mask = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
+    seq_len = prompts.shape[1] + completions.shape[1]
+    start = prompts.shape[1] - prompt_mask.sum(1, keepdim=True)
+    places = (torch.arange(seq_len, device=prompts.device) + start) % seq_len
+    joined = {
+        "input_ids": torch.cat((prompts, completions), 1),
+        "attention_mask": torch.cat((prompt_mask, completion_mask), 1).to(prompts.dtype),
+        "completion_mask": torch.cat((torch.zeros_like(prompt_mask), completion_mask), 1),
+    }
+    return {key: value.gather(1, places) for key, value in joined.items()}, places

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from lightning_liger.losses import cpo, dpo, kto, orpo, tpo
 from lightning_liger.losses.dpo import DPOOptions, PairLogProbs
-from lightning_liger.losses.sequences import completion_positions, length_desensitized, sequence_sums
 
 B = 5
 sig = torch.sigmoid
@@ -117,27 +115,14 @@ def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
     torch.testing.assert_close(plain.losses, sum(expected(pairs, options, k) for k in ("sigmoid", "apo_zero")))
 
 
-def test_wpo_weights() -> None:
-    probs = torch.rand(4, 3, 7, dtype=torch.float64).softmax(-1)  # 4 sequences of 3 tokens
-    labels = torch.randint(7, (4, 3))
-    p = probs.gather(-1, labels[..., None])[..., 0]
-    mean = (p / probs.square().sum(-1)).log().mean(-1).exp()
-    got = dpo.wpo_weights(
-        p.log().sum(-1), probs.square().sum(-1).log().sum(-1), torch.tensor([3, 3]), torch.tensor([3, 3])
-    )
-    torch.testing.assert_close(got, mean[:2] * mean[2:])
-
-
 def test_metrics_are_those_of_pairs() -> None:
     pairs = random_pairs()
     metrics = DPOOptions(beta=0.3).losses(pairs).metrics
     rewards = [0.3 * (pairs.chosen - pairs.ref_chosen), 0.3 * (pairs.rejected - pairs.ref_rejected)]
-    assert tuple(metrics) == dpo.PAIR_METRICS
+    accuracies = (rewards[0] > rewards[1]).double()
+    expected = (*rewards, accuracies, rewards[0] - rewards[1], pairs.chosen, pairs.rejected)
     assert not any(value.requires_grad for value in metrics.values())
-    torch.testing.assert_close(metrics["rewards/chosen"], rewards[0].detach())
-    torch.testing.assert_close(metrics["rewards/margins"], (rewards[0] - rewards[1]).detach())
-    assert metrics["rewards/accuracies"].tolist() == [float(w > r) for w, r in zip(*rewards, strict=True)]
-    torch.testing.assert_close(metrics["logps/rejected"], pairs.rejected.detach())
+    torch.testing.assert_close(metrics, dict(zip(dpo.PAIR_METRICS, (each.detach() for each in expected), strict=True)))
     equal = pairs._replace(rejected=pairs.chosen, ref_rejected=pairs.ref_chosen)
     assert DPOOptions().losses(equal).metrics["rewards/accuracies"].sum() == 0  # a tie is not accurate
 
@@ -261,9 +246,8 @@ def test_orpo_of_certain_completions_is_finite() -> None:
 @given(beta=positive, good=positive, bad=positive, baseline=st.floats(0, 3), seed=st.integers(0, 999))
 def test_kto_types(kind: str, beta: float, good: float, bad: float, baseline: float, seed: int) -> None:
     pairs, labels = random_pairs(seed), torch.rand(B, generator=torch.Generator().manual_seed(seed)) < 0.5
-    got = kto.kto_loss(
-        pairs.chosen, pairs.ref_chosen, labels, kto.KTOOptions(kind, beta, good, bad), baseline=torch.tensor(baseline)
-    )
+    options, baseline = kto.KTOOptions(kind, beta, good, bad), torch.tensor(baseline)
+    got, rewards = kto.kto_loss(pairs.chosen, pairs.ref_chosen, labels, options, baseline=baseline)
     ratio = pairs.chosen - pairs.ref_chosen
     desirable, undesirable = {
         "kto": (1 - sig(beta * (ratio - baseline)), 1 - sig(beta * (baseline - ratio))),
@@ -271,65 +255,28 @@ def test_kto_types(kind: str, beta: float, good: float, bad: float, baseline: fl
         "bco": (-torch.log(sig(beta * ratio - baseline)), -torch.log(sig(-(beta * ratio - baseline)))),
     }[kind]
     want = torch.where(labels, good * desirable, bad * undesirable)
-    assert_same_with_gradients(got.losses, want, (pairs.chosen,), rtol=1e-6)
-    torch.testing.assert_close(got.rewards, beta * ratio.detach())
+    assert_same_with_gradients(got, want, (pairs.chosen,), rtol=1e-6)
+    torch.testing.assert_close(rewards, beta * ratio.detach())
 
 
 def test_kl_estimate_has_no_gradient_and_is_not_negative() -> None:
     total = torch.tensor(3.0, requires_grad=True)
-    assert kto.kl_estimate(total, 4).item() == 0.75
     assert not kto.kl_estimate(total, 4).requires_grad
-    assert kto.kl_estimate(torch.tensor(-3.0), 4).item() == 0.0
-    assert kto.kl_estimate(torch.tensor(0.0), torch.tensor(0.0)).item() == 0.0
+    sums = ((3.0, 4.0), (-3.0, 4.0), (0.0, 0.0))
+    assert [kto.kl_estimate(torch.tensor(x), torch.tensor(n)).item() for x, n in sums] == [0.75, 0.0, 0.0]
 
 
 def test_running_delta_is_the_mean_of_the_means_of_both_kinds() -> None:
-    delta = kto.RunningDelta()
-    assert delta.value().item() == 0.0
-    rewards, labels = torch.tensor([1.0, 3.0, -2.0]), torch.tensor([True, True, False])
-    delta.update(kto.reward_sums(rewards[:2], labels[:2]))
-    assert delta.value().item() == 2.0
-    delta.update(kto.reward_sums(rewards[2:], labels[2:]))
-    assert delta.value().item() == 0.0
-    delta.update(kto.reward_sums(torch.tensor([-4.0]), torch.tensor([False])))
-    assert delta.value().item() == pytest.approx(0.5 * (2.0 - 3.0))
-
-
-def test_sums_of_padded_and_packed_rows_are_the_same() -> None:
-    lengths = [3, 1, 4, 2]
-    values = [torch.randn(length) for length in lengths]
-    padded = torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
-    want = torch.tensor([float(each.sum()) for each in values])
-    torch.testing.assert_close(sequence_sums(padded), want)
-    packed = torch.cat([*values, torch.tensor([0.0, 0.0])]).reshape(2, 6)
-    ids = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, -1, -1]).reshape(2, 6)
-    torch.testing.assert_close(sequence_sums(packed, ids, 4), want)
-    torch.testing.assert_close(sequence_sums(packed, ids, 5)[4:], torch.zeros(1))  # a sequence without tokens
-    packed.requires_grad_()
-    sequence_sums(packed, ids, 4)[2].backward()
-    assert packed.grad.flatten().nonzero().flatten().tolist() == [4, 5, 6, 7]
-
-
-def test_positions_and_weights_of_length_desensitized_dpo() -> None:
-    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0]]).bool()
-    assert completion_positions(mask).tolist() == [[0, 1, 2, 3, 4, 0], [0, 0, 1, 2, 0, 0]]
-    weights = length_desensitized(mask, mask.sum(-1), 0.25)
-    torch.testing.assert_close(weights[0], torch.tensor([0, 1, 1, 0.25, 0.25, 0]))
-    torch.testing.assert_close(weights[1], torch.tensor([0.0, 0, 1, 1, 0, 0]))
-    packed, ids = mask.reshape(1, -1), torch.arange(2).repeat_interleave(6)[None]
-    assert completion_positions(packed, ids).reshape(2, 6).tolist() == completion_positions(mask).tolist()
-    torch.testing.assert_close(length_desensitized(packed, mask.sum(-1), 0.25, ids).reshape(2, 6), weights)
+    sums, deltas = torch.zeros(2, 2), [0.0]
+    for rewards, label in (([1.0, 3.0], True), ([-2.0], False), ([-4.0], False)):
+        sums = sums + kto.reward_sums(torch.tensor(rewards), torch.full((len(rewards),), label))
+        deltas.append(kto.running_delta(sums).item())
+    assert deltas == [0.0, 2.0, 0.0, pytest.approx(0.5 * (2.0 - 3.0))]
 
 
 def test_defaults_are_those_of_trl() -> None:
-    defaults: dict[Any, dict[str, Any]] = {
-        DPOOptions(): {"beta": 0.1, "label_smoothing": 0.0, "f_divergence_type": "reverse_kl", "loss_weights": None,
-                       "f_alpha_divergence_coef": 0.5, "ld_alpha": None, "use_weighting": False, "discopop_tau": 0.05},
-        cpo.CPOOptions(): {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "alpha": 0.0},
-        orpo.ORPOOptions(): {"beta": 0.1},
-        kto.KTOOptions(): {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-        tpo.TPOOptions(): {"loss_type": "sigmoid", "beta": 0.01, "tpo_alpha": 1.0, "tpo_l_gamma": 0.5},
-    }  # fmt: skip
-    for options, values in defaults.items():
-        assert {name: getattr(options, name) for name in values} == values
-    assert DPOOptions().loss_types == ("sigmoid",)
+    assert DPOOptions() == DPOOptions("sigmoid", None, 0.1, 0.0, "reverse_kl", 0.5, None, False, 0.05)
+    assert cpo.CPOOptions() == cpo.CPOOptions("sigmoid", 0.1, 1.0, 0.5, 0.0, 0.0)
+    assert orpo.ORPOOptions() == orpo.ORPOOptions(0.1)
+    assert kto.KTOOptions() == kto.KTOOptions("kto", 0.1, 1.0, 1.0)
+    assert tpo.TPOOptions() == tpo.TPOOptions("sigmoid", 0.01, 1.0, 0.5, 0.0)

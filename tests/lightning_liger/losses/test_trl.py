@@ -1,190 +1,113 @@
-"""Losses and metrics are those of TRL's own functions, where the package is installed."""
+"""Losses and metrics of preferences are those of TRL's own functions, where the package is installed."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_liger.losses import cpo, dpo, kto, orpo
-from lightning_liger.losses.sequences import length_desensitized, sequence_sums
+from lightning_liger.losses.completions import Completions, sequence_sums
 
-B, S, V = 4, 9, 13
-
-
-class Accelerator:
-    """Of one process."""
-
-    device = torch.device("cpu")
-
-    @staticmethod
-    def gather(value: Tensor) -> Tensor:
-        return value
-
-    gather_for_metrics = gather
+B, S = 4, 9
+ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x)
 
 
-def batch(seed: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Sequences of unequal lengths, and logits for each token."""
+def batch(seed: int) -> tuple[dict[str, Tensor], Any, Completions]:
+    """Sequences of unequal lengths, and what a model with TRL's fused head returns of their tokens but the first."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(V, (2 * B, S), generator=generator)
-    ends = torch.randint(5, S + 1, (2 * B, 1), generator=generator)
-    positions = torch.arange(S)
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": (positions < ends).long(),
-        "completion_mask": ((positions >= 2) & (positions < ends)).long(),
-        "ref_chosen_logps": -torch.rand(B, generator=generator) * 10,
-        "ref_rejected_logps": -torch.rand(B, generator=generator) * 10,
-    }
-    return inputs, torch.randn(2 * B, S, V, generator=generator)
+    ends, positions = torch.randint(5, S + 1, (2 * B, 1), generator=generator), torch.arange(S)
+    mask = (positions >= 2) & (positions < ends)
+    inputs = dict.fromkeys(("input_ids", "attention_mask"), (positions < ends).long())
+    inputs |= {"completion_mask": mask.long()}
+    inputs |= {f"ref_{name}_logps": -torch.rand(B, generator=generator) * 10 for name in ("chosen", "rejected")}
+    names = ("log_probs", "log_sum_sq_probs", "entropy", "mean_logits")
+    scores = -torch.rand(len(names), 2 * B, S - 1, generator=generator) * 3 * mask[:, 1:]
+    outputs = SimpleNamespace(**dict(zip(names, scores, strict=True)))
+    outputs.leaf, outputs.is_top1 = outputs.log_probs.requires_grad_(), mask[:, 1:]
+    outputs.log_probs = outputs.leaf * outputs.is_top1
+    return inputs, outputs, Completions(mask[:, 1:])
 
 
-def outputs_of(logits: Tensor, labels: Tensor) -> Any:
-    """What a model with TRL's fused head returns."""
-    labels, log_probs = labels[:, 1:], logits[:, :-1].log_softmax(-1)
-    kept = labels != -100
-
-    def masked(value: Tensor) -> Tensor:
-        return torch.where(kept, value, torch.zeros_like(value))
-
-    return SimpleNamespace(
-        log_probs=masked(log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]),
-        entropy=masked(-(log_probs.exp() * log_probs).sum(-1)),
-        log_sum_sq_probs=masked((2 * log_probs).logsumexp(-1)),
-        mean_logits=masked(logits[:, :-1].mean(-1)),
-        is_top1=(log_probs.argmax(-1) == labels) & kept,
-    )
-
-
-def trl_dpo(
-    options: dpo.DPOOptions, inputs: dict[str, Tensor], logits: Tensor
-) -> tuple[Tensor, dict[str, list[float]]]:
-    trainer = pytest.importorskip("trl.trainer.dpo_trainer", exc_type=ImportError).DPOTrainer
-    from collections import defaultdict
-
+def trl_loss(trainer: Any, options: Any, inputs: dict[str, Any], outputs: Any, **settings: Any) -> Any:
     metrics: Any = {"train": defaultdict(list)}
-    model: Any = lambda labels, **_: outputs_of(logits, labels)  # noqa: E731
+    model: Any = lambda **_: outputs  # noqa: E731
     model.training = True
-    fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-    fields["loss_weights"] = options.loss_weights or [1.0] * len(options.loss_types)
+    fields = {name: getattr(options, name) for name in options.__dataclass_fields__} | settings
     own = SimpleNamespace(
-        **fields, model=model, _metrics=metrics,
-        accelerator=Accelerator(), aux_loss_enabled=False, precompute_ref_logps=True, loss_types=options.loss_types,
-        args=SimpleNamespace(discopop_tau=options.discopop_tau), _total_train_tokens=0, _tp_size=1,
+        **fields, model=model, _metrics=metrics, accelerator=ACCELERATOR, aux_loss_enabled=False,
+        precompute_ref_logps=True, _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
     return trainer._compute_loss(own, model, inputs, False), metrics["train"]
 
 
-def our_pairs(options: dpo.DPOOptions, inputs: dict[str, Tensor], logits: Tensor) -> dpo.PairLogProbs:
-    mask = F.pad(inputs["completion_mask"][:, 1:], (0, 1)).bool()
-    scores = outputs_of(logits, inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100))
-    log_probs, numbers = F.pad(scores.log_probs, (0, 1)), sequence_sums(mask)
-    weights = mask if options.ld_alpha is None else length_desensitized(mask, numbers, options.ld_alpha)
+def pairs_of(inputs: dict[str, Tensor], outputs: Any, completions: Completions, ld_alpha: Any) -> dpo.PairLogProbs:
+    weights = completions.mask if ld_alpha is None else completions.length_desensitized(ld_alpha)
+    log_probs, numbers = outputs.log_probs, completions.lengths.chunk(2)
     chosen, rejected = sequence_sums(log_probs * weights).chunk(2)
-    plain = sequence_sums(log_probs)
-    weight = dpo.wpo_weights(plain, sequence_sums(scores.log_sum_sq_probs), *numbers.chunk(2))
-    return dpo.PairLogProbs(chosen, rejected, *numbers.chunk(2), inputs["ref_chosen_logps"],
-                            inputs["ref_rejected_logps"], weight, -plain[:B])  # fmt: skip
+    weight = dpo.wpo_weights(sequence_sums(log_probs), sequence_sums(outputs.log_sum_sq_probs), *numbers)
+    references = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+    return dpo.PairLogProbs(chosen, rejected, *numbers, *references, weight, -sequence_sums(log_probs)[:B])
 
 
 def test_dpo() -> None:
+    trainer = pytest.importorskip("trl.trainer.dpo_trainer", exc_type=ImportError).DPOTrainer
     cases: list[dict[str, Any]] = [
-        {"loss_type": kind, "label_smoothing": 0.1 if kind in dpo._SMOOTHED else 0.0} for kind in dpo.LOSS_TYPES
-    ]
-    cases += [
         {"loss_type": kind, "f_divergence_type": divergence, "label_smoothing": 0.1 if kind in dpo._SMOOTHED else 0.0}
-        for kind in sorted(dpo._OF_DIFFERENCE)
-        for divergence in dpo.DIVERGENCES[1:]
+        for kind in dpo.LOSS_TYPES
+        for divergence in (dpo.DIVERGENCES if kind in dpo._OF_DIFFERENCE else ("reverse_kl",))
     ]
     cases += [{"ld_alpha": 0.3}, {"use_weighting": True, "loss_type": "ipo"}]
     cases += [{"loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.0)}]
     for seed, case in enumerate(cases):
-        options = dpo.DPOOptions(**{"beta": 0.2} | case)
-        inputs, logits = batch(seed)
-        results = []
-        for compute in (trl_dpo, our_pairs):
-            leaf = logits.clone().requires_grad_()
-            result = compute(options, inputs, leaf)
-            if compute is our_pairs:
-                losses = options.losses(result)
-                nll = 0.0 if losses.nll is None else losses.nll.sum() / result.num_chosen.sum()
-                result = losses.losses.mean() + nll, losses.metrics
-            results.append((result[0], torch.autograd.grad(result[0], leaf)[0], result[1]))
-        (want, want_gradient, want_metrics), (got, got_gradient, got_metrics) = results
+        options, (inputs, outputs, completions) = dpo.DPOOptions(**{"beta": 0.2} | case), batch(seed)
+        settings = {"loss_types": options.loss_types, "loss_weights": options.loss_weights or [1.0]}
+        args = SimpleNamespace(discopop_tau=options.discopop_tau)
+        want, metrics = trl_loss(trainer, options, inputs, outputs, args=args, **settings)
+        pairs = pairs_of(inputs, outputs, completions, options.ld_alpha)
+        result = options.losses(pairs)
+        got = result.losses.mean() + (0.0 if result.nll is None else result.nll.sum() / pairs.num_chosen.sum())
+        gradients = [torch.autograd.grad(each, outputs.leaf, retain_graph=True)[0] for each in (got, want)]
         if options.loss_type == "discopop" and want.isnan():  # its m exp(-d) is 0 * inf for very negative d
-            assert got.isfinite()
-            assert got_gradient.isfinite().all()
+            assert torch.cat((got[None], gradients[0].flatten())).isfinite().all()
             continue
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")
-        torch.testing.assert_close(got_gradient, want_gradient, rtol=1e-4, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")
-        for name, vector in got_metrics.items():
-            assert want_metrics[name] == [pytest.approx(float(vector.mean()), rel=1e-4, abs=1e-6)], name
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")
+        for name, vector in result.metrics.items():
+            assert metrics[name] == [pytest.approx(float(vector.mean()), rel=1e-4, abs=1e-6)], name
 
 
-def test_cpo() -> None:
+def test_cpo_and_orpo() -> None:
     trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", exc_type=ImportError).CPOTrainer
-    inputs, logits = batch(0)
-    pairs = our_pairs(dpo.DPOOptions(), inputs, logits)
+    pairs = pairs_of(*batch(0), ld_alpha=None)
     for kind in ("sigmoid", "hinge", "ipo", "simpo"):
-        for alpha in (0.0, 0.2):
-            options = cpo.CPOOptions(kind, beta=0.7, alpha=alpha)
-            is_mean = kind in ("ipo", "simpo")
-            given = [
-                each / number if is_mean else each
-                for each, number in ((pairs.chosen, pairs.num_chosen), (pairs.rejected, pairs.num_rejected))
-            ]
-            fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-            own = SimpleNamespace(**fields, accelerator=Accelerator())
-            losses, chosen, rejected = trainer.cpo_loss(own, *given)
-            got = options.losses(pairs)
-            torch.testing.assert_close(got.losses, losses, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(got.metrics["rewards/chosen"], chosen, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(got.metrics["rewards/rejected"], rejected, rtol=1e-4, atol=1e-5)
-
-
-def test_orpo() -> None:
+        options = cpo.CPOOptions(kind, beta=0.7, alpha=0.2)
+        given = pairs.averages if kind in ("ipo", "simpo") else pairs[:2]
+        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
+        want = trainer.cpo_loss(SimpleNamespace(**fields, accelerator=ACCELERATOR), *given)
+        got = options.losses(pairs)
+        found = got.losses, got.metrics["rewards/chosen"], got.metrics["rewards/rejected"]
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
     trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", exc_type=ImportError).ORPOTrainer
-    inputs, logits = batch(1)
-    pairs = our_pairs(dpo.DPOOptions(), inputs, logits)
-    means = pairs.chosen / pairs.num_chosen, pairs.rejected / pairs.num_rejected
-    ratio, chosen, rejected, mean_ratio, mean_odds = trainer.odds_ratio_loss(
-        SimpleNamespace(beta=0.3, accelerator=Accelerator()), *means
-    )
+    want = trainer.odds_ratio_loss(SimpleNamespace(beta=0.3, accelerator=ACCELERATOR), *pairs.averages)
     got = orpo.ORPOOptions(0.3).losses(pairs)
-    torch.testing.assert_close(-got.losses, ratio)
-    torch.testing.assert_close(got.metrics["rewards/chosen"], chosen)
-    torch.testing.assert_close(got.metrics["rewards/rejected"], rejected)
-    torch.testing.assert_close(got.metrics["log_odds_ratio"].mean(), torch.as_tensor(mean_ratio))
-    torch.testing.assert_close(got.metrics["log_odds_chosen"].mean(), torch.as_tensor(mean_odds))
+    means = (got.metrics[name].mean() for name in ("log_odds_ratio", "log_odds_chosen"))
+    found = -got.losses, got.metrics["rewards/chosen"], got.metrics["rewards/rejected"], *means
+    torch.testing.assert_close(found, tuple(map(torch.as_tensor, want)))
 
 
 def test_kto() -> None:
     trainer = pytest.importorskip("trl.trainer.kto_trainer", exc_type=ImportError).KTOTrainer
-    from collections import defaultdict
-
-    inputs, logits = batch(2)
-    labels = torch.arange(2 * B) % 3 == 0
-    scores = outputs_of(logits, inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100))
-    references = -torch.rand(2, 2 * B) * 10
-    mismatched = -torch.rand(2 * B) * 10 + 5
-    given = {key: inputs[key] for key in ("input_ids", "attention_mask", "completion_mask")}
-    given |= {"label": labels, "ref_logps": references[0], "ref_KL_logps": references[1]}
+    (inputs, outputs, _), labels = batch(2), torch.arange(2 * B) % 3 == 0
+    reference, mismatched, of_mismatched = -torch.rand(3, 2 * B) * 10
+    inputs |= {"label": labels, "ref_logps": reference, "ref_KL_logps": of_mismatched}
     for kind in ("kto", "apo_zero_unpaired"):
         options = kto.KTOOptions(kind, 0.3, 1.3, 0.6)
-        metrics: Any = {"train": defaultdict(list)}
-        model: Any = lambda labels, **_: scores  # noqa: E731
-        model.training = True
-        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-        own = SimpleNamespace(
-            **fields, model=model, _metrics=metrics, accelerator=Accelerator(), aux_loss_enabled=False,
-            precompute_ref_logps=True, calculate_KL=kind == "kto", _total_train_tokens=0, _tp_size=1,
-            _compute_kl_logps=lambda *_: mismatched,
-        )  # fmt: skip
-        want = trainer._compute_loss(own, model, given, False)
-        kl = kto.kl_estimate((mismatched - references[1]).sum(), 2 * B)
-        got = kto.kto_loss(sequence_sums(scores.log_probs), references[0], labels, options, baseline=kl)
-        torch.testing.assert_close(got.losses.mean(), want)
-        assert metrics["train"]["rewards/chosen"] == [pytest.approx(float(got.rewards[labels].mean()), rel=1e-5)]
+        settings = {"calculate_KL": kind == "kto", "_compute_kl_logps": lambda *_: mismatched}
+        want, metrics = trl_loss(trainer, options, inputs, outputs, **settings)
+        kl = kto.kl_estimate((mismatched - of_mismatched).sum(), 2 * B)
+        losses, rewards = kto.kto_loss(sequence_sums(outputs.log_probs), reference, labels, options, baseline=kl)
+        torch.testing.assert_close(losses.mean(), want)
+        assert metrics["rewards/chosen"] == [pytest.approx(float(rewards[labels].mean()), rel=1e-5)]

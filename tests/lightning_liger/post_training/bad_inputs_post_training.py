@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import nn
 
@@ -17,22 +16,15 @@ from lightning_liger import (
     DistillationOptions,
     DPOOptions,
     KTOOptions,
-    LigerCPO,
     LigerDistillation,
-    LigerDistillationMixin,
     LigerDPO,
     LigerGRPO,
     LigerMedusa,
-    LigerMedusaMixin,
     LigerMultipleChoice,
     LigerORPO,
-    LigerPolicyMixin,
-    LigerPreferenceMixin,
-    LigerTPO,
     MedusaHeads,
     PolicyOptions,
     TPOOptions,
-    apply_liger_kernels,
     load_medusa_heads,
     save_medusa_heads,
     store_teacher_topk,
@@ -40,7 +32,11 @@ from lightning_liger import (
 from lightning_liger.data import MultipleChoiceDataModule
 from lightning_liger.post_training.rows import read_rows
 from tests.bad_inputs import row
+from tests.lightning_liger.post_training.completion_batches import Policy
 from tests.lightning_liger.post_training.preference_data import padded, sequences
+from tests.lightning_liger.post_training.test_distillation import Alone, Student, patched
+from tests.lightning_liger.post_training.test_medusa import Medusa
+from tests.lightning_liger.post_training.test_preference import Module as Preference
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 from tests.valid_calls import model
 
@@ -51,64 +47,32 @@ COLUMNS = {"ref_chosen_logps": torch.zeros(2), "ref_rejected_logps": torch.zeros
 MODE = "distillation_mode"
 
 
-class Made:
-    """Sets attributes before the constructor of the mixin reads them."""
-
-    def __init__(self, **attributes: Any) -> None:
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        super().__init__()
-
-
-class Preference(Made, LigerPreferenceMixin, L.LightningModule):
-    preference_loss = DPOOptions()
-
-
-class Policy(Made, LigerPolicyMixin, L.LightningModule):
-    """Has no model: batches are checked before it is called."""
-
-
-class Student(Made, LigerDistillationMixin, L.LightningModule):
-    pass
-
-
-class Medusa(LigerMedusaMixin, L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny_llama()
-        self.medusa_heads = MedusaHeads.of(self.model, 1)
-
-
 def changed(batch: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in (batch | changes).items() if value is not None}
 
 
-def prefer(changes: dict[str, Any], items: int = 4, **attributes: Any) -> Any:
-    module = Preference(**attributes)
-    module.model = model()
+def prefer(changes: dict[str, Any], items: int = 4, preference_loss: Any = DPOOptions(), **attributes: Any) -> Any:  # noqa: B008
+    module = Preference(preference_loss, with_reference=False, **attributes)
     return module.training_step(changed(padded(sequences(items)), changes), 0)
 
 
-def apart(changes: dict[str, Any], **settings: Any) -> Any:
+def apart(changes: dict[str, Any], options: PolicyOptions = PolicyOptions(), **settings: Any) -> Any:  # noqa: B008
     """Two prompts of three tokens with completions of four."""
     prompts, completions = torch.ones(2, 3, dtype=INT64), torch.ones(2, 4, dtype=INT64)
     batch: dict[str, Any] = {"prompt_ids": prompts, "prompt_mask": prompts, "advantages": torch.zeros(2)}
     batch |= {"completion_ids": completions, "completion_mask": completions}
-    return Policy(**settings).step_loss("train", changed(batch, changes))
+    return Policy(options, **settings).step_loss("train", changed(batch, changes))
 
 
 def joined(changes: dict[str, Any]) -> Any:
     ids = torch.ones(2, 7, dtype=INT64)
     batch: dict[str, Any] = {"input_ids": ids, "completion_mask": ids, "advantages": torch.zeros(2)}
-    return Policy().step_loss("train", changed(batch, changes))
+    return Policy(PolicyOptions()).step_loss("train", changed(batch, changes))
 
 
 @functools.cache
 def student(mode: str) -> Student:
-    module = Student(distillation=DistillationOptions(distillation_mode=mode))
-    module.model = tiny_llama()
-    apply_liger_kernels(module, "linear_cross_entropy")
-    return module
+    return patched(Alone(distillation_mode=mode))
 
 
 def distill(mode: str, changes: dict[str, Any]) -> Any:
@@ -131,9 +95,7 @@ def question(changes: dict[str, Any], tmp_path: Path) -> None:
 
 
 def unused_reference() -> None:
-    module = Preference(preference_loss=CPOOptions())
-    module.ref_model = model()
-    module.setup("fit")
+    Preference(CPOOptions()).ref_model = model()
 
 
 def other_heads(tmp_path: Path) -> None:
@@ -148,24 +110,14 @@ def topk(ids: Any, log_probs: Any = LOG_PROBS) -> dict[str, Any]:
 # Classes, their arguments, and what messages say.
 MODULES: list[tuple[Any, ...]] = [
     (LigerDPO, {"loss_type": ["sigmoid", "x"]}, "loss_type", "'x'", "'sigmoid'"),
-    (LigerDPO, {"loss_weights": [1.0, 2.0]}, "loss_weights", "1.0, 2.0", "one weight"),
-    (LigerDPO, {"label_smoothing": 0.1}, "label_smoothing", "0.1", "0 for loss types other than"),
     (LigerDPO, {"reference": "adapters"}, "reference", "'adapters'", "only with lora"),
     (LigerDPO, {"ref_log_probs_folder": "x"}, "ref_log_probs_folder", "'x'", "precompute_ref_log_probs=True"),
     (LigerDPO, {"lora": {"rank": 2}}, "lora", "{'rank': 2}", "LoraConfig"),
     (LigerORPO, {"loss_type": "dft"}, "loss_type", "'dft'", "'nll'"),
     (LigerORPO, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs", "False for a loss without a reference"),
-    (LigerCPO, {"reference": "model"}, "reference", "'model'", "'auto' for a loss without a reference"),
-    (LigerTPO, {"sync_ref_model": True}, "sync_ref_model", "True", "False for a loss without a reference"),
     (LigerGRPO, {"reference": "columns"}, "reference", "'columns'", "'auto' for a loss without a reference"),
     (LigerDistillation, {"teacher_config": {"hidden_size": 8}}, "teacher_config", "teacher_model_type"),
-    (
-        LigerDistillation,
-        {"teacher": "folder", "teacher_model_type": "llama"},
-        "teacher_model_type",
-        "'llama'",
-        "folder",
-    ),
+    (LigerDistillation, {"teacher": "f", "teacher_model_type": "llama"}, "teacher_model_type", "'llama'", "folder"),
     (LigerDistillation, {"teacher_model_type": "no_such"}, "teacher_model_type", "'no_such'", "transformers knows"),
     (LigerMedusa, {"medusa_self_distillation": True}, "self_distillation", "True", "medusa_only_heads=True"),
     (LigerMedusa, {"lora": {"r": 4}}, "lora", "{'r': 4}", "medusa_only_heads=True"),
@@ -182,7 +134,6 @@ OPTIONS: list[tuple[Any, ...]] = [
 PREFERENCES: list[tuple[Any, ...]] = [
     ({}, {}, "reference", "ref_model", "precompute_ref_log_probs"),
     ({"input_ids": None}, {}, "input_ids", "completion_mask"),
-    ({"completion_mask": None}, {}, "completion_mask", "input_ids"),
     ({}, {"items": 3}, "batch", "3 sequences", "as many chosen and rejected"),
     ({}, {"preference_loss": TPOOptions()}, "batch", "4 sequences", "chosen, rejected and reference"),
     ({"input_ids": ROWS.float()}, {"preference_loss": CPOOptions()}, "input_ids", "float32", "int64"),
@@ -192,61 +143,39 @@ PREFERENCES: list[tuple[Any, ...]] = [
     ({"ref_chosen_logps": torch.zeros(2)}, {}, "ref_chosen_logps", "ref_rejected_logps", "all of"),
     (COLUMNS | {"ref_chosen_logps": torch.zeros(4)}, {}, "ref_chosen_logps", "(4,)", "(2,)"),
     ({}, {"reference": "columns"}, "ref_chosen_logps", "reference='columns'", "input_ids"),
-    ({}, {"reference": "model"}, "reference", "'model'", "ref_model"),
-    ({}, {"reference": "adapters"}, "reference", "'adapters'", "peft"),
     ({"ref_logps": torch.zeros(4)}, {"preference_loss": KTOOptions("bco")}, "label", "None", "a tensor"),
     ({"label": ROWS[:, :2]}, {"preference_loss": KTOOptions("bco")}, "label", "(4, 2)", "(4,)"),
     ({}, {"preference_loss": "dpo"}, "preference_loss", "'dpo'", "DPOOptions"),
 ]
 POLICIES: list[tuple[Any, ...]] = [
     ({"prompt_mask": None}, "batch", "'prompt_mask'", "prompt_ids"),
-    ({"completion_mask": None}, "batch", "'completion_mask'", "prompt_ids"),
     ({"advantages": None}, "batch", "'advantages'", "prompt_ids"),
     ({"prompt_ids": [[1, 2]]}, "batch['prompt_ids']", "a tensor", "[[1, 2]]"),
     ({"prompt_ids": torch.ones(2, 3)}, "batch['prompt_ids']", "float32", "torch.int64"),
     ({"prompt_ids": torch.ones(3, dtype=INT64)}, "batch['prompt_ids']", "(3,)", "[num_sequences, length]"),
     ({"prompt_mask": torch.ones(2, 4)}, "batch['prompt_mask']", "(2, 4)", "(2, 3)"),
     ({"prompt_mask": torch.ones(2, 3, device="meta")}, "prompt_mask", "meta", "cpu"),
-    ({"completion_mask": torch.ones(2, 3)}, "batch['completion_mask']", "(2, 3)", "(2, 4)"),
     ({"advantages": torch.zeros(3)}, "batch['advantages']", "(3,)", "(2,)"),
     ({"advantages": torch.zeros(2, 3)}, "batch['advantages']", "(2, 3)", "(2, 4)"),
     ({"advantages": torch.zeros(2).long()}, "batch['advantages']", "int64", "floating"),
-    ({"advantages": [0.1, 0.2]}, "batch['advantages']", "[0.1, 0.2]", "tensor"),
     ({"tool_mask": torch.ones(2, 7)}, "batch['tool_mask']", "(2, 7)", "(2, 4)"),
-    *(
-        ({column: value}, column, *mentions)
-        for column in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-        for value, *mentions in (
-            (torch.zeros(2), "(2,)", "(2, 4)"),
-            (torch.zeros(2, 4).long(), "int64", "floating"),
-            (torch.zeros(2, 4, device="meta"), "meta", "cpu"),
-        )
-    ),
+    ({"old_per_token_logps": torch.zeros(2)}, "old_per_token_logps", "(2,)", "(2, 4)"),
+    ({"ref_per_token_logps": torch.zeros(2, 4).long()}, "ref_per_token_logps", "int64", "floating"),
+    ({"sampling_per_token_logps": torch.zeros(2, 4, device="meta")}, "sampling_per_token_logps", "meta", "cpu"),
     ({"completion_ids": torch.ones(3, 4, dtype=INT64)} | {"completion_mask": torch.ones(3, 4)}, "(3, 4)", "2 prompts"),
 ]
-JOINED: list[tuple[Any, ...]] = [
-    ({"input_ids": torch.ones(2, 7)}, "batch['input_ids']", "float32", "torch.int64"),
-    ({"completion_mask": torch.ones(2, 6)}, "batch['completion_mask']", "(2, 6)", "(2, 7)"),
-    ({"old_per_token_logps": torch.zeros(2, 4)}, "batch['old_per_token_logps']", "(2, 4)", "(2, 7)"),
-    ({"sequence_ids": torch.zeros(2, 7, dtype=INT64), "num_sequences": 3}, "batch['advantages']", "(2,)", "(3,)"),
-]
 SETTINGS: list[tuple[Any, ...]] = [
-    ({"policy_options": {"loss_type": "grpo"}}, "policy_options", "{'loss_type': 'grpo'}", "PolicyOptions"),
+    ({"options": {"loss_type": "grpo"}}, "policy_options", "{'loss_type': 'grpo'}", "PolicyOptions"),
     ({"temperature": 0.0}, "temperature", "0.0", "above 0"),
-    ({"steps_per_generation": 1.5}, "steps_per_generation", "1.5", "an integer"),
-    ({"reference": "teacher"}, "reference", "'teacher'", "'columns'"),
-    ({"disable_dropout": 1}, "disable_dropout", "1", "True or False"),
     ({"loss_normalization": "mean"}, "loss_normalization", "'mean'"),
 ]
 STUDENTS: list[tuple[Any, ...]] = [
     ("full_logits", {}, "needs a teacher", "'full_logits'", "None"),
-    ("topk_logits", {}, "needs a teacher", "'topk_logits'", "teacher_topk_ids"),
     ("topk_logits", {"teacher_topk_ids": IDS}, "both", "teacher_topk_log_probs", "teacher_topk_ids"),
     ("topk_logits", topk(LOG_PROBS), "batch['teacher_topk_ids']", "int64", "torch.float32"),
     ("topk_logits", topk(IDS[:, 1:], LOG_PROBS[:, 1:]), "batch['teacher_topk_ids']", "(2, 11, 3)", "(2, 10, 3)"),
     ("topk_logits", topk(IDS, LOG_PROBS[..., :2]), "batch['teacher_topk_log_probs']", "(2, 11, 3)", "(2, 11, 2)"),
     ("sampled_token", {"teacher_per_token_logps": [0.0]}, "batch['teacher_per_token_logps']", "a tensor", "[0.0]"),
-    ("sampled_token", {"teacher_per_token_logps": LOG_PROBS[0, :, 0]}, "teacher_per_token_logps", "(2, 11)", "(11,)"),
     ("full_logits", {"labels": None}, "batch", "'labels'", "input_ids"),
     ("full_logits", {"labels": None, "completion_mask": IDS[0]}, "completion_mask", "(2, 11)", "(11, 3)"),
     ("full_logits", {"atention_mask": IDS}, "'atention_mask'", "unknown", "attention_mask"),
@@ -281,8 +210,7 @@ BAD_INPUTS = [
     *(row(partial(DistillationOptions, **each), *mentions) for each, *mentions in OPTIONS),
     *(row(partial(prefer, each, **attributes), *mentions) for each, attributes, *mentions in PREFERENCES),
     *(row(partial(apart, each), *mentions) for each, *mentions in POLICIES),
-    *(row(partial(joined, each), *mentions) for each, *mentions in JOINED),
-    *(row(partial(Policy, **each), *mentions) for each, *mentions in SETTINGS),
+    *(row(partial(Policy, **({"options": PolicyOptions()} | each)), *mentions) for each, *mentions in SETTINGS),
     *(row(partial(distill, mode, each), *mentions) for mode, each, *mentions in STUDENTS),
     *(row(partial(question, each), "a.jsonl, line 2", *mentions) for each, *mentions in QUESTIONS),
     *(row(call, *mentions, error=(TypeError, ValueError, OSError)) for call, *mentions in HEADS),
@@ -294,12 +222,15 @@ BAD_INPUTS = [
         partial(read_rows, {"input_ids": ROWS, "completion_mask": ROWS, "sequence_ids": ROWS, "num_sequences": 0}),
         *("num_sequences", "0", "at least 1"),
     ),
-    row(lambda: student("uld").training_step([1], 0), "batch", "[1]", "a mapping"),
-    row(lambda: Policy().step_loss("train", [1, 2]), "batch", "list", "'prompt_ids'"),
     row(
-        lambda: apart({}, reference="columns", policy_options=PolicyOptions(beta=0.1)),
-        *("ref_per_token_logps", "'columns'", "batch"),
+        partial(joined, {"sequence_ids": torch.zeros(2, 7).long(), "num_sequences": 3}), "'advantages'", "(2,)", "(3,)"
     ),
-    row(lambda: Student(distillation={"beta": 1.0}), "distillation", "DistillationOptions", "{'beta': 1.0}"),
-    row(lambda: Medusa().training_step(tiny_batch(), 0), "lazy logits", "apply_liger_kernels", error=RuntimeError),
+    row(lambda: student("uld").training_step([1], 0), "batch", "[1]", "a mapping"),
+    row(lambda: Policy(PolicyOptions()).step_loss("train", [1, 2]), "batch", "list", "'prompt_ids'"),
+    row(lambda: apart({}, PolicyOptions(beta=0.1), reference="columns"), "ref_per_token_logps", "'columns'", "batch"),
+    row(
+        lambda: Medusa(tiny_llama()).training_step(tiny_batch(), 0),
+        *("lazy logits", "apply_liger_kernels"),
+        error=RuntimeError,
+    ),
 ]

@@ -34,18 +34,15 @@ def padded(items: Sequences, width: int = 0, prefix: str = "") -> dict[str, Tens
 
 def packed(items: Sequences, padding: int = 0) -> dict[str, Tensor]:
     """One row; its padding belongs to the last sequence."""
-    lengths = [len(ids) for ids, _ in items]
-    batch = {
-        "input_ids": torch.cat([*(ids for ids, _ in items), torch.zeros(padding, dtype=torch.int64)]),
-        "completion_mask": torch.cat(
-            [*((torch.arange(len(ids)) >= prompt).long() for ids, prompt in items), torch.zeros(padding).long()]
-        ),
-        "position_ids": torch.cat([*(torch.arange(length) for length in lengths), torch.zeros(padding).long()]),
-        "sequence_ids": torch.cat(
-            [torch.arange(len(items)).repeat_interleave(torch.tensor(lengths)), torch.full((padding,), len(items) - 1)]
-        ),
+    columns = {
+        "input_ids": [ids for ids, _ in items],
+        "completion_mask": [(torch.arange(len(ids)) >= prompt).long() for ids, prompt in items],
+        "position_ids": [torch.arange(len(ids)) for ids, _ in items],
+        "sequence_ids": [torch.full_like(ids, index) for index, (ids, _) in enumerate(items)],
     }
-    return {key: value[None] for key, value in batch.items()}
+    ends = {key: torch.zeros(padding, dtype=torch.int64) for key in columns}
+    ends["sequence_ids"] += len(items) - 1
+    return {key: torch.cat((*rows, ends[key]))[None] for key, rows in columns.items()}
 
 
 KEYS = ("input_ids", "attention_mask", "completion_mask")
@@ -56,11 +53,6 @@ def token_log_probs(model: nn.Module, item: tuple[Tensor, int]) -> Tensor:
     ids, prompt = item
     log_probs = F.log_softmax(model(input_ids=ids[None]).logits[0].float(), dim=-1)
     return torch.stack([log_probs[t - 1, ids[t]] for t in range(prompt, len(ids))])
-
-
-def prompt_log_probs(model: nn.Module, item: tuple[Tensor, int]) -> Tensor:
-    """Of each token of one sequence but the first."""
-    return token_log_probs(model, (item[0], 1))
 
 
 def other_llama() -> nn.Module:

@@ -2,20 +2,22 @@
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
 from lightning_liger.post_training.metrics import Mean
+from tests.lightning_liger.post_training import training
+from tests.lightning_liger.post_training.training import Recorded, loader, metrics_of
+from tests.lightning_liger.tiny import quiet_trainer
 
 DATA = [torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows)) for rows in (2, 1, 4, 3)]
 """Micro-batches with unequal numbers of rows (first unit) and of positive values (second unit)."""
 
 
-class TwoUnits(LigerPostTrainingMixin, L.LightningModule):
+class TwoUnits(LigerPostTrainingMixin, Recorded):
     """Mean over rows of the square of a projection + 0.5 * mean over positive values of its cube."""
 
     def __init__(self) -> None:
@@ -23,7 +25,6 @@ class TwoUnits(LigerPostTrainingMixin, L.LightningModule):
         self.model = nn.Linear(3, 1)
         nn.init.constant_(self.model.weight, 0.3)
         nn.init.constant_(self.model.bias, 0.1)
-        self.steps: list[dict[str, float]] = []
 
     def step_loss(self, stage: str, batch: dict[str, Tensor]) -> StepLoss:
         rows = batch["rows"]
@@ -32,12 +33,7 @@ class TwoUnits(LigerPostTrainingMixin, L.LightningModule):
         count = (rows > 0).sum()
         return StepLoss(
             (Term(projected.square().sum(), len(rows), "rows"), Term(0.5 * cubes, count, "positives")),
-            {
-                "mean/x": Mean(rows.sum(), rows.numel()),
-                "max": rows.max(),
-                "min": rows.min(),
-                "num": count,
-            },
+            {"mean/x": Mean(rows.sum(), rows.numel()), "max": rows.max(), "min": rows.min(), "num": count},
         )
 
     def metric_kinds(self) -> dict[str, str]:
@@ -45,12 +41,6 @@ class TwoUnits(LigerPostTrainingMixin, L.LightningModule):
 
     def count_units(self, batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
         return {"rows": len(batch["rows"]), "positives": (batch["rows"] > 0).sum()}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
 class Unsized(IterableDataset):
@@ -61,14 +51,9 @@ class Unsized(IterableDataset):
         return iter(self.batches)
 
 
-def fit(module: L.LightningModule, batches: list[Tensor], sized: bool = True, **options: Any) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+def fit(module: Any, batches: list[Tensor], sized: bool = True, **options: Any) -> Any:
     data: Any = [{"rows": rows} for rows in batches]
-    trainer.fit(module, DataLoader(data if sized else Unsized(data), batch_size=None))
-    return trainer
+    return training.fit(module, data if sized else Unsized(data), strategy="auto", **options)
 
 
 def expected(steps: list[Tensor]) -> TwoUnits:
@@ -94,7 +79,7 @@ def test_loss_of_two_units_does_not_depend_on_the_split_of_a_step(sized: bool) -
         squares, cubes = TwoUnits().step_loss("train", {"rows": everything}).terms
         loss = float(squares.total / squares.count + cubes.total / cubes.count)
         assert module.steps[-1]["train_loss_step"] == pytest.approx(loss, rel=1e-6)
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics = metrics_of(trainer)
         assert metrics["train_loss"] == pytest.approx(loss, rel=1e-6)
         assert metrics["train_mean/x"] == pytest.approx(float(everything.mean()), rel=1e-6)
         assert metrics["train_mean/x_step"] == pytest.approx(float(everything.mean()), rel=1e-6)
@@ -112,14 +97,13 @@ def test_every_batch_is_trained_on_once_and_short_last_steps_are_exact() -> None
 
 
 def test_validation_before_and_during_training_has_the_same_metrics() -> None:
-    module, loader = TwoUnits(), DataLoader([{"rows": rows} for rows in DATA], batch_size=None)  # type: ignore[arg-type]
-    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"accelerator": "cpu", "devices": 1, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    (before,) = L.Trainer(**quiet).validate(module, loader, verbose=False)
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
-    trainer = L.Trainer(max_epochs=1, val_check_interval=2, accumulate_grad_batches=3, **quiet)
-    trainer.fit(module, loader, loader)
-    during = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val_")}
+    module, data = TwoUnits(), loader([{"rows": rows} for rows in DATA])
+    (before,) = quiet_trainer().validate(module, data, verbose=False)
+    module.learning_rate = 0.0
+    options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(accumulate_grad_batches=3, **options)
+    trainer.fit(module, data, data)
+    during = {name: value for name, value in metrics_of(trainer).items() if name.startswith("val_")}
     assert during == pytest.approx(before, rel=1e-12)
 
 
@@ -150,7 +134,7 @@ def test_losses_of_the_model_are_added_and_logged() -> None:
 
     module, plain = Router(), TwoUnits()
     trainers = [fit(each, DATA[:2], accumulate_grad_batches=2) for each in (module, plain)]
-    found = [{name: float(value) for name, value in each.callback_metrics.items()} for each in trainers]
+    found = [metrics_of(each) for each in trainers]
     expected = 0.9 * (2 * 2 + 1 * 1) / 3  # weighted by rows
     assert found[0]["train_aux_loss"] == pytest.approx(expected, rel=1e-5)
     assert found[0]["train_loss"] - found[1]["train_loss"] == pytest.approx(expected, rel=1e-5)

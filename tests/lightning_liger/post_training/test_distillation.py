@@ -4,46 +4,37 @@ import math
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_liger import (
-    DistillationOptions,
-    LigerDistillation,
-    LigerDistillationMixin,
-    apply_liger_kernels,
-)
-from tests.lightning_liger.post_training.training import loader, quiet_trainer
-from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch, tiny_llama, tiny_model
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
+from lightning_liger import DistillationOptions, LigerDistillation, LigerDistillationMixin, apply_liger_kernels
+from tests.lightning_liger.post_training.training import Recorded, fit, loader, metrics_of
+from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, quiet_trainer, tiny_batch, tiny_llama, tiny_model
 
 
-class Student(LigerDistillationMixin, L.LightningModule):
-    """Plain SGD, so that one step shows the gradients. The teacher is wider, and of another architecture."""
+class Student(LigerDistillationMixin, Recorded):
+    """The teacher is wider, and of another architecture."""
 
-    def __init__(self, teacher: nn.Module | None = None, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(self, teacher: nn.Module | None = None, **options: Any) -> None:
         self.distillation = DistillationOptions(**options)
         super().__init__()
-        self.model = tiny_llama() if model is None else model
+        self.model = tiny_llama()
         self._made = (tiny_teacher() if teacher is None else teacher,)
 
     def configure_teacher(self) -> nn.Module | None:
         return self._made[0]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
 
 class Alone(Student):
     def configure_teacher(self) -> None:
         return None
+
+
+def patched(module: Student) -> Student:
+    apply_liger_kernels(module, "linear_cross_entropy")
+    return module
 
 
 def tiny_teacher(**overrides: Any) -> nn.Module:
@@ -79,10 +70,6 @@ def on_support(module: Student, batch: dict[str, Tensor], top_k: int, tail: bool
 def expected_losses() -> dict[str, tuple[dict[str, Any], Any]]:
     """Options by id, with the losses of tokens by definition."""
 
-    def full(module: Student, batch: dict[str, Tensor]) -> Tensor:
-        student, teacher, _ = whole(module, batch)
-        return kl(teacher, student)
-
     def reverse(module: Student, batch: dict[str, Tensor]) -> Tensor:
         student, teacher, _ = whole(module, batch, 1.3)
         return 1.3**2 * kl(student, teacher)
@@ -101,7 +88,6 @@ def expected_losses() -> dict[str, tuple[dict[str, Any], Any]]:
         return 1.3**2 * (student.exp().sort().values - teacher.exp().sort().values).abs().sum(-1)
 
     return {
-        "full": ({}, full),
         "reverse": ({"divergence": "reverse_kl", "temperature": 1.3, "t_squared": True}, reverse),
         "mixed": ({"crossentropy_weight": 0.3, "distillation_weight": 0.7}, mixed),
         "topk_tail": (
@@ -128,34 +114,26 @@ def test_loss_and_gradients_match_whole_logits(case: str) -> None:
     losses.mean().backward()
     expected = {name: each.grad.clone() for name, each in module.named_parameters()}
     module.zero_grad()
-    apply_liger_kernels(module, "linear_cross_entropy")
-
-    loss = module.training_step(batch, 0)
+    loss = patched(module).training_step(batch, 0)
     loss.backward()
-
     torch.testing.assert_close(loss, losses.mean().detach(), check_dtype=False, rtol=1e-4, atol=1e-5)
     for name, parameter in module.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, expected[name], rtol=1e-3, atol=2e-6, msg=lambda t, n=name: f"{n}: {t}"
-        )
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=2e-6, msg=lambda t, n=name: n + t)
 
 
 def test_stored_top_k_needs_no_teacher_and_changes_temperature() -> None:
     """Stored for the whole vocabulary at temperature 1, the loss at 2 is that of the teacher's logits."""
     batch = tiny_batch()
     options: dict[str, Any] = {"distillation_mode": "topk_logits", "support_mode": "renormalize", "temperature": 2.0}
-    module = Alone(**options)
-    apply_liger_kernels(module, "linear_cross_entropy")
+    module = patched(Alone(**options))
     with torch.no_grad():
         stored = module._made[0](batch["input_ids"]).logits.log_softmax(-1)
     student, teacher, _ = whole(module, batch, 2.0)
     top = stored.topk(VOCAB_SIZE)
-    columns = {
-        "teacher_topk_ids": top.indices,
-        "teacher_topk_log_probs": top.values.masked_fill(top.values < -30, -torch.inf),
-    }
-    columns["teacher_topk_ids"][0, 2, -1] = 0  # an absent id may stand for anything
-    columns["teacher_topk_log_probs"][0, 2, -1] = -torch.inf
+    log_probs = top.values.masked_fill(top.values < -30, -torch.inf)
+    top.indices[0, 2, -1] = 0  # an absent id may stand for anything
+    log_probs[0, 2, -1] = -torch.inf
+    columns = {"teacher_topk_ids": top.indices, "teacher_topk_log_probs": log_probs}
     result = module.step_loss("train", {**batch, **columns})
     loss = result.terms[0].total / result.terms[0].count
     torch.testing.assert_close(loss, kl(teacher, student).mean(), check_dtype=False, rtol=1e-3, atol=1e-4)
@@ -185,25 +163,24 @@ def test_metrics_and_all_masked_batches() -> None:
     batches = [tiny_batch(2, 9, seed=1), tiny_batch(1, 6, 6, seed=2)]  # the second one has no label at all
     for options in ({"log_entropy": True}, {"crossentropy_weight": 0.5}, {"distillation_mode": "sampled_token"}):
         module = Student(**options)
-        trainer = quiet_trainer(strategy="liger", max_epochs=1)
-        (metrics,) = trainer.validate(module, loader(batches), verbose=False)
-        student, teacher, labels = whole(module, batches[0])
-        student = student.detach()
-        entropy = -(student.exp() * student).sum(-1).mean()
-        assert metrics["val_entropy"] == pytest.approx(float(entropy), rel=1e-4)
-        assert metrics["val_mean_token_accuracy"] == pytest.approx(float((student.argmax(-1) == labels).float().mean()))
+        (metrics,) = quiet_trainer(strategy="liger").validate(module, loader(batches), verbose=False)
+        student, teacher, labels = (each.detach() for each in whole(module, batches[0]))
+        expected = {
+            "entropy": -(student.exp() * student).sum(-1).mean(),
+            "mean_token_accuracy": (student.argmax(-1) == labels).float().mean(),
+        }
         if "crossentropy_weight" in options:
-            expected = F.nll_loss(student, labels)
-            assert metrics["val_cross_entropy"] == pytest.approx(float(expected), rel=1e-4)
-            assert metrics["val_loss"] == pytest.approx(float(kl(teacher, student).mean() + expected / 2), rel=1e-4)
-        trainer.fit(module, loader(batches[1:]))
+            expected["cross_entropy"] = F.nll_loss(student, labels)
+            expected["loss"] = kl(teacher, student).mean() + expected["cross_entropy"] / 2
+        for name, value in expected.items():
+            assert metrics[f"val_{name}"] == pytest.approx(float(value), rel=1e-4), name
+        fit(module, batches[1:])
         assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
 def test_teacher_with_another_vocabulary() -> None:
     """Rows in both tokenizations: the i-th labelled token of one is compared with the i-th of the other."""
-    module = Student(tiny_teacher(vocab_size=97), distillation_mode="uld")
-    apply_liger_kernels(module, "linear_cross_entropy")
+    module = patched(Student(tiny_teacher(vocab_size=97), distillation_mode="uld"))
     batch = tiny_batch(2, 9, 3)
     other = {f"teacher_{name}": value % 97 for name, value in tiny_batch(2, 7, 2, seed=5).items()}
     other["teacher_labels"][0, :2] = -100
@@ -219,15 +196,12 @@ def test_teacher_with_another_vocabulary() -> None:
         total, count = total + float((q.sort(descending=True).values - p).abs().sum()), count + number
     assert float(result.terms[0].total) == pytest.approx(total, rel=1e-4)
     assert float(result.terms[0].count) == count
-    result.terms[0].total.backward()
-    assert all(parameter.grad is not None for parameter in module.model.parameters())
 
 
 def test_values_of_the_policy_that_sampled() -> None:
     """At their tokens, as rollouts have them, so that the one at t belongs to the label that t - 1 predicts."""
     batch = tiny_batch(2, 7, 0)
-    module = Student(distillation_mode="sampled_token", distillation_is_clip=1.5)
-    apply_liger_kernels(module, "linear_cross_entropy")
+    module = patched(Alone(distillation_mode="sampled_token", distillation_is_clip=1.5))
     student, teacher, labels = whole(module, batch)
     of_student, of_teacher = (each.gather(-1, labels[:, None])[:, 0].view(2, 6) for each in (student, teacher))
     age = torch.linspace(-1, 1, 12).view(2, 6)
@@ -235,7 +209,6 @@ def test_values_of_the_policy_that_sampled() -> None:
         "old_per_token_logps": F.pad(of_student.detach() - age, (1, 0)),
         "teacher_per_token_logps": F.pad(of_teacher, (1, 0)),
     }
-    module._teacher = ()
     result = module.step_loss("train", {**batch, **columns})
     expected = (of_student - of_teacher) * of_student * age.exp().clamp(max=1.5)
     torch.testing.assert_close(result.terms[0].total, expected.sum().detach(), check_dtype=False, rtol=1e-4, atol=1e-4)
@@ -256,23 +229,15 @@ def test_sources_of_the_teacher_are_checked_before_work_starts() -> None:
     with pytest.raises(FileNotFoundError, match="no/such/folder"):
         quiet_trainer(max_steps=1).fit(module, loader([tiny_batch()]))
     with pytest.raises(ValueError, match="needs a teacher, got None"):
-        alone = Alone()
-        apply_liger_kernels(alone, "linear_cross_entropy")
-        alone.training_step(tiny_batch(), 0)
+        patched(Alone()).training_step(tiny_batch(), 0)
 
 
 def test_support_of_both_models_counts_each_id_once() -> None:
     """With K as large as the vocabulary, the union has each id twice, and the divergence is that of all ids."""
     batch = tiny_batch()
     for support, top_k in (("union", VOCAB_SIZE), ("student", VOCAB_SIZE), ("union", 4)):
-        module = Student(
-            distillation_mode="topk_logits",
-            divergence="jsd",
-            beta=0.3,
-            distillation_topk=top_k,
-            distillation_support=support,
-        )
-        apply_liger_kernels(module, "linear_cross_entropy")
+        options: dict[str, Any] = {"distillation_topk": top_k, "distillation_support": support}
+        module = patched(Student(distillation_mode="topk_logits", divergence="jsd", beta=0.3, **options))
         q, p, _ = (each.detach() for each in whole(module, batch))
         if top_k < VOCAB_SIZE:
             ids = torch.zeros_like(p).scatter(-1, torch.cat((p.topk(4).indices, q.topk(4).indices), -1), 1.0).bool()
@@ -288,8 +253,7 @@ def test_rows_of_completions_and_rollouts_are_taken() -> None:
     batch = tiny_batch(2, 9, 3)
     mask = (batch.pop("labels") >= 0).long()
     extra = {"completion_mask": mask, "sequence_ids": mask, "num_sequences": 1, "advantages": torch.ones(2)}
-    module = Student()
-    apply_liger_kernels(module, "linear_cross_entropy")
+    module = patched(Student())
     terms = [module.step_loss("train", each).terms[0] for each in ({**batch, **extra}, tiny_batch(2, 9, 3))]
     torch.testing.assert_close(terms[0].total, terms[1].total)
     assert float(terms[0].count) == float(terms[1].count)
@@ -315,7 +279,6 @@ def test_importance_weights_are_logged_where_there_are_any() -> None:
     batch = tiny_batch()
     shape = batch["input_ids"].shape
     for old in ({}, {"old_per_token_logps": torch.full(shape, -2.0)}):
-        trainer = quiet_trainer(max_steps=1)
-        trainer.fit(Student(distillation_mode="sampled_token"), loader([{**batch, **old}]))
-        assert ("train_importance_weight" in trainer.callback_metrics) == bool(old)
-        assert all(value.isfinite() for value in trainer.callback_metrics.values())
+        metrics = metrics_of(fit(Student(distillation_mode="sampled_token"), [{**batch, **old}]))
+        assert ("train_importance_weight" in metrics) == bool(old)
+        assert all(map(math.isfinite, metrics.values()))

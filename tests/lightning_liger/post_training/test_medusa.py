@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,18 +10,22 @@ from torch import Tensor, nn
 
 from lightning_liger import LigerMedusa, LigerMedusaMixin, MedusaHeads, apply_liger_kernels
 from lightning_liger.post_training.medusa_heads import load_medusa_heads, save_medusa_heads
-from tests.lightning_liger.post_training.training import loader, quiet_trainer
-from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama, tiny_model
+from tests.lightning_liger.post_training.training import Recorded, assert_same_parameters, fit, loader
+from tests.lightning_liger.tiny import (
+    TINY_CONFIG,
+    VOCAB_SIZE,
+    TensorSizes,
+    quiet_trainer,
+    tiny_batch,
+    tiny_llama,
+    tiny_model,
+)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-]
 HEADS = 3
 
 
-class Medusa(LigerMedusaMixin, L.LightningModule):
-    """Plain SGD, so that one step shows the gradients."""
+class Medusa(LigerMedusaMixin, Recorded):
+    learning_rate = 0.5
 
     def __init__(self, model: nn.Module, shared: bool = False, num_layers: int = 1, **settings: Any) -> None:
         for name, value in settings.items():
@@ -35,9 +38,6 @@ class Medusa(LigerMedusaMixin, L.LightningModule):
             for parameter in self.medusa_heads.parameters():
                 parameter.data += 0.05 * torch.randn_like(parameter)
         model.requires_grad_(not self.medusa_only_heads)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.5)
 
 
 def whole_loss(
@@ -109,7 +109,7 @@ def test_only_heads_leaves_the_model_bitwise_unchanged() -> None:
     model = tiny_llama(attention_dropout=0.5)
     module = Medusa(model)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    quiet_trainer(strategy="liger", max_steps=3).fit(module, loader([tiny_batch()] * 3))
+    fit(module, [tiny_batch()] * 3)
     after = module.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("model."))
     heads = [name for name in before if name.startswith("medusa_heads.")]
@@ -119,7 +119,7 @@ def test_only_heads_leaves_the_model_bitwise_unchanged() -> None:
     assert module.medusa_heads.training
 
 
-def test_joint_training_equals_a_loop_over_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joint_training_equals_a_loop_over_whole_logits() -> None:
     """Two steps of two micro-batches of different lengths, with the heads' weight rising."""
     batches = [tiny_batch(2, length, seed=length) for length in (9, 5, 12, 7)]
     module = Medusa(tiny_llama(), only_heads=False, scheduler="linear", scheduler_steps=4)
@@ -135,10 +135,8 @@ def test_joint_training_equals_a_loop_over_whole_logits(monkeypatch: pytest.Monk
         loss.backward()
         optimizer.step()
 
-    trainer = quiet_trainer(strategy="liger", accumulate_grad_batches=2, max_epochs=1)
-    trainer.fit(module, loader(batches))
-    for (name, parameter), other in zip(module.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+    fit(module, batches, accumulate_grad_batches=2)
+    assert_same_parameters(module, twin, rtol=1e-3, atol=1e-5)
 
 
 def test_packed_documents_do_not_predict_each_other() -> None:
@@ -208,28 +206,21 @@ def test_finished_module_trains_heads_at_their_own_rate(only_heads: bool, tmp_pa
     module = LigerMedusa(
         medusa_num_heads=2, medusa_only_heads=only_heads, medusa_lr_multiplier=4.0, medusa_warmup_steps=3, **settings
     )
-    trainer = quiet_trainer(max_steps=2, strategy="liger", enable_checkpointing=True, default_root_dir=tmp_path)
-    trainer.fit(module, loader([tiny_batch()] * 2))
+    trainer = fit(module, [tiny_batch()] * 2)
     groups = trainer.optimizers[0].param_groups
     of_heads = {id(each) for each in module.medusa_heads.parameters()}
     rates = {group["initial_lr"]: {id(each) in of_heads for each in group["params"]} for group in groups}
     assert rates == ({0.04: {True}} if only_heads else {0.04: {True}, 0.01: {False}})
     assert {group["initial_lr"]: group["lr"] for group in groups}[0.04] == pytest.approx(0.04 * 3 / 4)
-    loaded = LigerMedusa.load_from_checkpoint(next(tmp_path.rglob("*.ckpt")))
-    loaded.configure_model()
-    assert loaded.hparams.medusa_num_heads == 2
-    assert trainer.callback_metrics["train_loss"] > 0
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert LigerMedusa.load_from_checkpoint(tmp_path / "a.ckpt").hparams.medusa_num_heads == 2
 
 
 def test_heads_weight_without_training_is_that_after_the_schedule() -> None:
     losses = []
     for scheduler in ("constant", "linear"):
-        torch.manual_seed(0)
-        module = LigerMedusa(
-            medusa_num_heads=2, medusa_only_heads=False, medusa_scheduler=scheduler, config=TINY_CONFIG
-        )
-        trainer = quiet_trainer(strategy="liger")
-        losses += trainer.validate(module, loader([tiny_batch()]), verbose=False)
+        module = Medusa(tiny_llama(), only_heads=False, scheduler=scheduler)
+        losses += quiet_trainer(strategy="liger").validate(module, loader([tiny_batch()]), verbose=False)
     assert losses[0] == losses[1]
 
 
@@ -239,8 +230,8 @@ def test_heads_of_models_on_the_meta_device_start_as_the_lm_head(tmp_path: Path)
         original = tiny_llama(tie_word_embeddings=tied)
         original.save_pretrained(folder)
         module = LigerMedusa(pretrained=str(folder), medusa_num_heads=2, learning_rate=0.0)
-        module.trainer = trainer = quiet_trainer(strategy="liger_model_parallel", max_steps=1)
-        trainer.fit(module, loader([tiny_batch()]))
+        trainer = fit(module, [tiny_batch()], strategy="liger_model_parallel")
+        assert trainer.global_step == 1
         state = {name: tensor.full_tensor() for name, tensor in module.medusa_heads.state_dict().items()}
         for name, tensor in state.items():
             expected = original.lm_head.weight if name.endswith("1.weight") else torch.zeros_like(tensor)
@@ -250,11 +241,5 @@ def test_heads_of_models_on_the_meta_device_start_as_the_lm_head(tmp_path: Path)
 def test_compiled_module_trains_as_others() -> None:
     modules = [Medusa(tiny_llama()) for _ in range(2)]
     for module in (modules[0], torch.compile(modules[1], backend="eager")):
-        quiet_trainer(max_steps=1, strategy="liger").fit(module, loader([tiny_batch()]))
-    for one, other in zip(*(module.parameters() for module in modules), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_unpatched_models_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="apply_liger_kernels"):
-        Medusa(tiny_llama()).training_step(tiny_batch(), 0)
+        fit(module, [tiny_batch()])  # type: ignore[arg-type]
+    assert_same_parameters(*modules)

@@ -11,6 +11,7 @@ import torch
 from lightning_liger import LigerMultipleChoice
 from lightning_liger.data import MultipleChoiceDataModule
 from lightning_liger.data.tokenizer import load_tokenizer
+from tests.lightning_liger.tiny import quiet_trainer
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "data" / "tokenizer"
 QUESTIONS = [
@@ -54,13 +55,9 @@ def plain_scores(model, tokenizer, prompt: str, answers: list[str]) -> torch.Ten
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_accuracy_is_that_of_the_choices_log_probabilities(make, packing, tmp_path):
+def test_accuracy_is_that_of_the_choices_log_probabilities(make, packing):
     data, lm = make(answer_as="text", packing=packing), module()
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
-    trainer = L.Trainer(strategy="liger", accelerator="cpu", default_root_dir=tmp_path, **options)
-    (logged,) = trainer.validate(lm, data, verbose=False)
-
-    torch.manual_seed(0)
+    (logged,) = quiet_trainer(strategy="liger").validate(lm, data, verbose=False)
     reference, tokenizer = lm.model, load_tokenizer(TOKENIZER)
     correct, correct_norm = 0, 0
     with torch.no_grad():

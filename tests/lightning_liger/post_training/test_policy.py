@@ -1,11 +1,13 @@
-"""``LigerPolicyMixin`` against a loop by hand on a stock model, one sequence at a time, without padding."""
+"""``LigerPolicyMixin`` and ``LigerGRPO`` against a loop on a stock model, one sequence at a time, without padding."""
 
+import inspect
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_liger import apply_liger_kernels
+from lightning_liger import LigerGRPO, apply_liger_kernels
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.losses.policy_options import PolicyOptions
 from tests.lightning_liger.post_training.completion_batches import (
@@ -14,16 +16,15 @@ from tests.lightning_liger.post_training.completion_batches import (
     PROMPTS,
     Policy,
     apart,
-    assert_same_weights,
     expected_model,
-    fit,
     joined,
     packed,
     pad,
     sequences,
     stock_scores,
 )
-from tests.lightning_liger.tiny import tiny_llama
+from tests.lightning_liger.post_training.training import assert_same_parameters, fit, metrics_of
+from tests.lightning_liger.tiny import TINY_CONFIG, tiny_llama
 
 CASES = {
     "dapo": {"beta": 0.1, "entropy_coef": 0.05, "vllm_importance_sampling_mode": "token_truncate"},
@@ -45,7 +46,7 @@ def test_training_equals_a_loop_on_a_stock_model_however_a_step_is_split(loss_ty
         batches = [form(part) for part in splits[split]]
         module = Policy(options)
         fit(module, batches * 2, accumulate_grad_batches=len(batches))
-        assert_same_weights(module.model, expected)
+        assert_same_parameters(module.model, expected)
         steps = [module.steps[len(batches) - 1]["train_loss_step"], module.steps[-1]["train_loss_step"]]
         assert steps == pytest.approx(losses, rel=1e-4)
 
@@ -56,11 +57,7 @@ def test_metrics_are_exact_over_micro_batches() -> None:
     for index, example in enumerate(examples):
         example["rewards"] = torch.tensor(float(index // 2))
         example["group_ids"] = torch.tensor(min(index // 2, 1) if index != 4 else 2)
-    module = Policy(options)
-    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
-    trainer = fit(module, [apart(examples[:2]), apart(examples[2:])])
-    found = {name: value.item() for name, value in trainer.callback_metrics.items()}
-
+    found = metrics_of(fit(Policy(options, learning_rate=0.0), [apart(examples[:2]), apart(examples[2:])]))
     with torch.no_grad():
         log_probs, entropies = stock_scores(tiny_llama(), examples)
     mask = pad([example["tool_mask"] for example in examples]).bool()
@@ -96,15 +93,15 @@ def test_metrics_are_exact_over_micro_batches() -> None:
         assert found[f"train_{name}"] == pytest.approx(float(value), rel=1e-4, abs=1e-7), name
     assert 0 < found["train_clip_ratio/low_mean"] < 1
     assert not {name for name in found if "policy_loss" in name or "vespo" in name}
-    module = Policy(options)
-    trainer = fit(module, [apart(sequences(2, columns=COLUMNS[:2]))])
-    assert not [name for name in trainer.callback_metrics if "sampling" in name or "reward" in name]
+    found = metrics_of(fit(Policy(options), [apart(sequences(2, columns=COLUMNS[:2]))]))
+    assert not [name for name in found if "sampling" in name or "reward" in name]
 
 
 def test_share_of_completions_that_were_cut_off() -> None:
     examples = sequences(6, columns=COLUMNS[:1])
     for example in examples[::2]:
         example["completion_ids"][-1:] = 2  # the end of a text in the model's configuration
+    examples[1]["completion_ids"][0] = 2  # where the text goes on
     kept = [example["tool_mask"].bool() for example in examples]
     last = [
         int(example["completion_ids"][mask][-1]) for example, mask in zip(examples, kept, strict=True) if mask.any()
@@ -113,15 +110,12 @@ def test_share_of_completions_that_were_cut_off() -> None:
     ended = [length for length, token in zip(lengths, last, strict=True) if token == 2]
     assert 0 < len(ended) < len(last)
     for form in (apart, joined, packed):
-        module = Policy(PolicyOptions())
-        found = fit(module, [form(examples[:3]), form(examples[3:])]).callback_metrics
-        values = [float(found[f"train_completions/{name}"]) for name in (
-            "clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length"
-        )]  # fmt: skip
+        found = metrics_of(fit(Policy(PolicyOptions()), [form(examples[:3]), form(examples[3:])]))
+        names = ("clipped_ratio", *(f"{extreme}_terminated_length" for extreme in ("mean", "min", "max")))
+        values = [found[f"train_completions/{name}"] for name in names]
         expected = [1 - len(ended) / len(last), sum(ended) / len(ended), min(ended), max(ended)]
         assert values == pytest.approx(expected)
     module = Policy(PolicyOptions())
-    module.configure_model()
     module.model.config.eos_token_id = module.model.generation_config.eos_token_id = None
     assert not [name for name in fit(module, [apart(examples)]).callback_metrics if "terminated" in name]
 
@@ -141,7 +135,7 @@ def test_on_policy_batches_and_known_numbers_of_items() -> None:
         fit(module, [apart(part) | changes for part in (examples[:2], examples[2:])], accumulate_grad_batches=2)
         assert module.steps[-1]["train_loss_step"] == pytest.approx(factor * losses[0], rel=1e-4)
         if factor == 1:
-            assert_same_weights(module.model, expected)
+            assert_same_parameters(module.model, expected)
 
 
 def test_top_entropy_and_off_policy_masks_train_the_tokens_that_they_keep() -> None:
@@ -162,7 +156,7 @@ def test_top_entropy_and_off_policy_masks_train_the_tokens_that_they_keep() -> N
     torch.optim.SGD(stock.parameters(), lr=0.3).step()
     module = Policy(PolicyOptions(top_entropy_quantile=0.5, off_policy_mask_threshold=-0.3))
     fit(module, [apart(examples)])
-    assert_same_weights(module.model, stock)
+    assert_same_parameters(module.model, stock)
 
 
 def test_entropy_bonus_is_the_mean_over_the_tokens_that_the_mask_keeps() -> None:
@@ -175,15 +169,12 @@ def test_entropy_bonus_is_the_mean_over_the_tokens_that_the_mask_keeps() -> None
         losses = []
         for weight in (0.0, 0.1):
             module = Policy(PolicyOptions(top_entropy_quantile=quantile, entropy_coef=weight))
-            module.configure_model()
             losses.append(module.training_step(apart(examples), 0).item())
         assert losses[0] - losses[1] == pytest.approx(0.1 * kept.mean().item(), rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
 def test_per_token_log_probs_are_columns_of_the_batch() -> None:
     module = Policy(PolicyOptions())
-    module.configure_model()
     examples = sequences(6, columns=())
     expected, _ = stock_scores(tiny_llama(), examples)
     mask = pad([example["tool_mask"] for example in examples]).bool()
@@ -202,15 +193,10 @@ def test_per_token_log_probs_are_columns_of_the_batch() -> None:
         )
 
 
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log\\(\\)`")
 def test_losses_of_tokens_are_computed_in_the_loop_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    fused_loss = LazyLogits.fused_loss
-
-    def watched(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        called.append(function.__name__)
-        return fused_loss(self, function, *args, **kwargs)
-
+    fused_loss: Any = LazyLogits.fused_loss
+    watched = lambda self, op, *a, **k: called.append(op.__name__) or fused_loss(self, op, *a, **k)  # noqa: E731
     monkeypatch.setattr(LazyLogits, "fused_loss", watched)
     batch = apart(sequences(3))
     for changes, expected in (
@@ -221,8 +207,64 @@ def test_losses_of_tokens_are_computed_in_the_loop_of_the_head(monkeypatch: pyte
         ({"top_entropy_quantile": 0.5}, "linear_log_probs"),
     ):
         module = Policy(PolicyOptions(**changes))
-        module.configure_model()
         apply_liger_kernels(module.model)
         called.clear()
         module.training_step(batch, 0).backward()
         assert called == [expected]
+
+
+def with_reference(model: Any, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with torch.no_grad():
+        log_probs, _ = stock_scores(model, examples)
+    rows = zip(examples, log_probs, strict=True)
+    return [each | {"ref_per_token_logps": row[: len(each["completion_ids"])].float()} for each, row in rows]
+
+
+def grpo(**changes: Any) -> LigerGRPO:
+    settings: dict[str, Any] = {"temperature": 1.3, "learning_rate": 0.01, "min_lr_ratio": 1.0, "beta": 0.5}
+    return LigerGRPO(**{"config": TINY_CONFIG} | settings | changes)
+
+
+def test_reference_is_a_frozen_model_in_evaluation_mode() -> None:
+    examples, options = sequences(6, columns=COLUMNS[:1]), PolicyOptions(beta=0.5)
+    expected, losses = expected_model([with_reference(tiny_llama(), examples)] * 3, options)
+    module = Policy(options)
+    module.ref_model = tiny_llama(attention_dropout=0.5)
+    fit(module, [apart(examples)] * 3)
+    assert [step["train_loss_step"] for step in module.steps] == pytest.approx(losses, rel=1e-4)
+    assert_same_parameters(module.model, expected)
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in module.ref_model.parameters())
+    assert module.steps[-1]["train_kl_step"] > 1e-4
+    assert not any(name.startswith("ref_model") for name in module.state_dict())
+
+
+def test_finished_module_trains_against_its_first_weights() -> None:
+    batch = apart(sequences(6, columns=COLUMNS[:1]))
+    module = grpo()
+    fit(module, [batch] * 2)
+    assert module.ref_model is not None
+    first, last = (dict(model.named_parameters()) for model in (module.ref_model, module.model))
+    assert all(not torch.equal(first[name], parameter) for name, parameter in last.items())
+    by_column = grpo(reference="columns")
+    by_column.model = module.model
+    stored = apart(with_reference(module.ref_model, sequences(6, columns=COLUMNS[:1])))
+    losses = [each.step_loss("val", data).terms[0].total for each, data in ((module, batch), (by_column, stored))]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0.0)
+    assert grpo(beta=0.0).needs_reference is False
+
+    pytest.importorskip("peft")
+    module = grpo(lora={"r": 2, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False})
+    trainer = fit(module, [batch])
+    assert module.ref_model is None
+    assert all("lora" in name for name, parameter in module.model.named_parameters() if parameter.requires_grad)
+    assert float(trainer.callback_metrics["train_kl"]) > 0  # adapters start different from zero
+
+
+def test_every_option_is_an_argument_with_the_same_default_and_reaches_the_loss() -> None:
+    parameters = inspect.signature(LigerGRPO.__init__).parameters
+    for each in fields(PolicyOptions):
+        assert not each.init or parameters[each.name].default == each.default
+        assert not each.init or f"    {each.name}: " in (LigerGRPO.__init__.__doc__ or "")
+    module = grpo(loss_type="rloo", beta=0.0, entropy_coef=0.5, steps_per_generation=3)
+    assert module.policy_options == PolicyOptions(loss_type="rloo", entropy_coef=0.5)
+    assert (module.temperature, module.steps_per_generation, module.disable_dropout) == (1.3, 3, False)

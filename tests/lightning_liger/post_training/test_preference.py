@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 from lightning_liger import (
     CPOOptions,
@@ -28,19 +27,18 @@ from lightning_liger import (
     ORPOOptions,
     TPOOptions,
 )
-from lightning_liger.post_training import preference, units
+from lightning_liger.post_training import preference
 from tests.lightning_liger.post_training.preference_data import (
     Sequences,
     other_llama,
     packed,
     padded,
-    prompt_log_probs,
     sequences,
     sums,
     token_log_probs,
 )
-from tests.lightning_liger.post_training.training import Recorded, assert_same_parameters, fit, loader, quiet_trainer
-from tests.lightning_liger.tiny import TINY_CONFIG, tiny_llama
+from tests.lightning_liger.post_training.training import Recorded, assert_same_parameters, fit, loader, metrics_of
+from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, quiet_trainer, tiny_llama
 
 BETA = 0.3
 
@@ -102,7 +100,7 @@ def orpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
     for pair in examples:
         odds = [p / (1 - p) for p in (token_log_probs(model, each).mean().exp() for each in pair)]
         losses.append(-BETA * F.logsigmoid(torch.log(odds[0] / odds[1])))
-    return torch.stack(losses).mean() - torch.cat([prompt_log_probs(model, chosen) for chosen, _ in examples]).mean()
+    return torch.stack(losses).mean() - torch.cat([token_log_probs(model, (ids, 1)) for (ids, _), _ in examples]).mean()
 
 
 def tpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
@@ -149,7 +147,7 @@ def test_steps_are_those_of_single_sequences_however_they_are_split_and_packed(n
         pack = number == 3
         batches = [collated(examples[i : i + n], pack) for i, n in zip(starts, sizes, strict=True)]
         module = Module(options)
-        trainer = fit(module, batches, accumulate_grad_batches=number, strategy="liger" if pack else "auto")
+        trainer = fit(module, batches, accumulate_grad_batches=number, strategy="liger" if number > 1 else "auto")
         assert_same_parameters(module.model, model, rtol=2e-5)
         assert module.steps[-1]["train_loss_step"] == pytest.approx(value, rel=1e-5)
         assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(value, rel=1e-5)
@@ -174,55 +172,48 @@ def test_kto_weights_classes_and_subtracts_the_divergence_of_mismatched_pairs() 
     ]
     batch = padded(items) | padded(mismatched, prefix="KL_") | {"label": torch.tensor(labels)}
     module = Module(KTOOptions(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
-    trainer = fit(module, [batch])
+    logged = metrics_of(fit(module, [batch]))
     value = assert_trained_as(module.model, lambda model: kto_by_hand(model, items, labels, mismatched))
-    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
-    assert logged["train_loss"] == pytest.approx(value, rel=1e-5)
     ratios = (sums(tiny_llama(), items) - sums(other_llama(), items)).detach()
     chosen, rejected = BETA * ratios[[0, 3]].mean(), BETA * ratios[[1, 2]].mean()
-    assert logged["train_rewards/chosen"] == pytest.approx(float(chosen), rel=1e-4)
-    assert logged["train_rewards/margins"] == pytest.approx(float(chosen - rejected), rel=1e-4)
-    kl = (sums(tiny_llama(), mismatched) - sums(other_llama(), mismatched)).mean().clamp(min=0)
-    assert logged["train_kl"] == pytest.approx(float(kl), rel=1e-4, abs=1e-6)
+    kl = (sums(tiny_llama(), mismatched) - sums(other_llama(), mismatched)).mean().detach().clamp(min=0)
+    names = ("loss", "rewards/chosen", "rewards/margins", "kl")
+    expected = list(map(float, (value, chosen, chosen - rejected, kl)))
+    assert [logged[f"train_{name}"] for name in names] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_labelled_losses_without_mismatched_pairs() -> None:
     items, labels = sequences(3, seed=2), torch.ones(3, dtype=torch.bool)
     for loss_type in ("apo_zero_unpaired", "bco"):
         module = Module(KTOOptions(loss_type, beta=BETA))
-        trainer = fit(module, [padded(items) | {"label": labels}])
+        logged = metrics_of(fit(module, [padded(items) | {"label": labels}]))
         ratios = BETA * (sums(tiny_llama(), items) - sums(other_llama(), items)).detach()
         want = 1 - torch.sigmoid(ratios) if loss_type != "bco" else -F.logsigmoid(ratios - ratios.mean())
-        assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(float(want.mean()), rel=1e-4)
-        assert torch.isnan(trainer.callback_metrics["train_rewards/rejected"])  # of no completion
-        assert torch.isnan(trainer.callback_metrics["train_rewards/margins"])
-        assert module._running_delta.state[1].tolist() == ([3.0, 0.0] if loss_type == "bco" else [0.0, 0.0])
+        assert logged["train_loss"] == pytest.approx(float(want.mean()), rel=1e-4)
+        assert logged["train_rewards/rejected"] != logged["train_rewards/rejected"]  # NaN, of no completion
+        assert logged["train_rewards/margins"] != logged["train_rewards/margins"]
+        assert module._reward_sums[1].tolist() == ([3.0, 0.0] if loss_type == "bco" else [0.0, 0.0])
 
 
 def test_metrics_of_pairs_are_those_of_completion_tokens() -> None:
     """The mean logits of liger-kernel, and of TRL's CPO, are over prompts and padding too."""
-    examples = pairs_of(3, seed=5)
-    model = tiny_llama()
-    logits, entropies, correct = {}, [], []
+    examples, model = pairs_of(3, seed=5), tiny_llama()
+    entropies, expected = [], {}
     for part, name in enumerate(("chosen", "rejected")):
-        values = []
-        for example in examples:
-            ids, prompt = example[part]
-            found = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach()
-            values += found.mean(-1).tolist()
-            entropies += torch.distributions.Categorical(logits=found).entropy().tolist()
-            correct += (found.argmax(-1) == ids[prompt:]).float().tolist() if name == "chosen" else []
-        logits[name] = sum(values) / len(values)
-    trainer, batches = quiet_trainer(), [collated(examples[:1]), collated(examples[1:])]
-    trainer.validate(Module(DPOOptions(beta=BETA)), loader(batches), verbose=False)
-    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
-    assert logged["val_logits/chosen"] == pytest.approx(logits["chosen"], rel=1e-4)
-    assert logged["val_logits/rejected"] == pytest.approx(logits["rejected"], rel=1e-4)
-    assert logged["val_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
-    assert logged["val_mean_token_accuracy"] == pytest.approx(sum(correct) / len(correct))
-    assert logged["val_num_tokens"] == sum(len(ids) for example in examples for ids, _ in example)
-    sizes = sums(model, [chosen for chosen, _ in examples])
-    assert logged["val_logps/chosen"] == pytest.approx(float(sizes.mean()), rel=1e-5)
+        items = [example[part] for example in examples]
+        found = torch.cat([model(input_ids=ids[None]).logits[0, start - 1 : -1].detach() for ids, start in items])
+        expected[f"logits/{name}"] = found.mean()
+        expected[f"logps/{name}"] = sums(model, items).mean()
+        entropies.append(torch.distributions.Categorical(logits=found).entropy())
+        if name == "chosen":
+            targets = torch.cat([ids[start:] for ids, start in items])
+            expected["mean_token_accuracy"] = (found.argmax(-1) == targets).float().mean()
+    expected["entropy"] = torch.cat(entropies).mean()
+    expected["num_tokens"] = sum(len(ids) for example in examples for ids, _ in example)
+    trainer = quiet_trainer()
+    trainer.validate(Module(DPOOptions()), loader([collated(examples[:1]), collated(examples[1:])]), verbose=False)
+    for name, value in expected.items():
+        assert metrics_of(trainer)[f"val_{name}"] == pytest.approx(float(value), rel=1e-4), name
 
 
 def test_logits_are_never_materialized_and_the_policy_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +222,7 @@ def test_logits_are_never_materialized_and_the_policy_is_called_once(monkeypatch
     for name, model in (("policy", module.model), ("reference", module.ref_model)):
         model.register_forward_hook(lambda *_, name=name: calls.append(f"{name} {torch.is_grad_enabled()}"))
     monkeypatch.setattr("lightning_liger.lazy.logits.materialize", lambda *_: pytest.fail("logits were materialized"))
-    fit(module, [collated(pairs_of(2, 0))], strategy="liger")
+    fit(module, [collated(pairs_of(2, 0))])
     assert calls == ["reference False", "policy True"]
 
 
@@ -271,7 +262,7 @@ def test_stored_columns_replace_the_reference() -> None:
     for value in (float("nan"), -float("inf")):
         wrong = columns | {"ref_rejected_logps": torch.tensor([0.0, value, 0.0])}
         with pytest.raises(ValueError, match=rf"'ref_rejected_logps'\] must be finite .*, got \[{value}\]"):
-            fit(Module(options), [collated(examples) | wrong], strategy="liger")
+            fit(Module(options), [collated(examples) | wrong])
 
 
 def test_adapters_off_are_the_reference() -> None:
@@ -286,13 +277,13 @@ def test_adapters_off_are_the_reference() -> None:
     twin = peft.get_peft_model(tiny_llama(), config)
     twin.load_state_dict(adapted.state_dict())
     twin.eval()  # without dropout
-    base, losses = tiny_llama(), []
-    for chosen, rejected in examples:
-        ratios = [sums(twin, [each]) - sums(base, [each]).detach() for each in (chosen, rejected)]
-        losses.append(-F.logsigmoid(BETA * (ratios[0] - ratios[1])))
-    torch.cat(losses).mean().backward()
+    margins = [sums(twin, items) - sums(tiny_llama(), items).detach() for items in zip(*examples, strict=True)]
+    (-F.logsigmoid(BETA * (margins[0] - margins[1])).mean()).backward()
     torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1).step()
+    modes: list[tuple[bool, bool]] = []
+    adapted.register_forward_hook(lambda model, *_: modes.append((model.training, torch.is_grad_enabled())))
     fit(module, [collated(examples)])
+    assert modes == [(False, False), (True, True)]
     assert_same_parameters(adapted, twin, rtol=2e-5)
     assert [name for name, parameter in adapted.named_parameters() if parameter.requires_grad] == trained
 
@@ -333,11 +324,10 @@ def test_reference_is_computed_once_and_kept_for_the_same_weights(tmp_path: Path
     fit(resumed, data, max_epochs=1, ckpt_path=tmp_path / "last.ckpt")
 
     def against_itself(model: nn.Module) -> Tensor:
-        losses = []
-        for chosen, rejected in examples:
-            d = sums(model, [chosen]) - sums(model, [rejected])
-            losses.append(-F.logsigmoid(BETA * (d - d.detach())))
-        return torch.cat(losses).mean() - 0.5 * torch.cat([token_log_probs(model, c) for c, _ in examples]).mean()
+        chosen, rejected = ([example[part] for example in examples] for part in range(2))
+        d = sums(model, chosen) - sums(model, rejected)
+        nll = -torch.cat([token_log_probs(model, each) for each in chosen]).mean()
+        return -F.logsigmoid(BETA * (d - d.detach())).mean() + 0.5 * nll
 
     assert_trained_as(without.model, against_itself)
 
@@ -378,12 +368,10 @@ def test_data_that_changes_after_the_reference_was_computed_is_an_error() -> Non
 def test_all_masked_batch_gives_zero_gradients() -> None:
     batch = collated(pairs_of(2, seed=0))
     batch["completion_mask"].zero_()
+    batch["attention_mask"][:, 1:] = 0
     for options in (DPOOptions(("sigmoid", "sft")), CPOOptions("simpo"), ORPOOptions(), DPOOptions("ipo")):
         module = Module(options)
-        if isinstance(options, ORPOOptions):
-            batch["attention_mask"][:, 1:] = 0
-        trainer = fit(module, [batch])
-        assert torch.isfinite(trainer.callback_metrics["train_loss"])
+        assert torch.isfinite(fit(module, [batch]).callback_metrics["train_loss"])
         for got, want in zip(module.model.parameters(), tiny_llama().parameters(), strict=True):
             assert torch.equal(got, want)
 
@@ -430,45 +418,37 @@ def test_reference_that_cannot_follow_the_policy_is_refused(tmp_path: Path) -> N
 
 def test_finished_modules_train_from_plain_arguments(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    config = TINY_CONFIG
-    tiny_llama().save_pretrained(tmp_path / "model")
-    data = [collated(pairs_of(2, seed=0))]
+    folder, path, data = tmp_path / "model", tmp_path / "last.ckpt", [collated(pairs_of(2, seed=0))]
+    tiny_llama().save_pretrained(folder)
     for arguments in (
-        {"config": config},
-        {"pretrained": tmp_path / "model", "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.1]},
-        {"pretrained": str(tmp_path / "model"), "lora": {"r": 2, "target_modules": ["q_proj"]}},
-        {"config": config, "precompute_ref_log_probs": True},
+        {"config": TINY_CONFIG},
+        {"pretrained": folder, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.1]},
+        {"pretrained": str(folder), "lora": {"r": 2, "target_modules": ["q_proj"]}},
+        {"config": TINY_CONFIG, "precompute_ref_log_probs": True},
     ):
         module = LigerDPO(**arguments, learning_rate=1e-2)
-        trainer = fit(module, data, data)
-        # The policy starts as its reference.
+        trainer = fit(module, data, data, strategy="auto")
         assert module.hparams["loss_type"] == arguments.get("loss_type", "sigmoid")
-        is_alone = "lora" in arguments or "precompute_ref_log_probs" in arguments
-        assert (module.ref_model is None) == is_alone
-        assert abs(float(trainer.callback_metrics["train_rewards/margins"])) < 1e-5
+        assert (module.ref_model is None) == ("lora" in arguments or "precompute_ref_log_probs" in arguments)
+        assert abs(float(trainer.callback_metrics["train_rewards/margins"])) < 1e-5  # it starts as its reference
         assert float(trainer.callback_metrics["val_rewards/margins"]) != 0
-        path = tmp_path / "last.ckpt"
         trainer.save_checkpoint(path)
         state = torch.load(path, weights_only=True)
         json.dumps(dict(state["hyper_parameters"]))
         assert not any("ref_model" in key for key in state["state_dict"])
-        loaded = LigerDPO.load_from_checkpoint(path)
-        assert loaded.hparams == module.hparams
+        assert LigerDPO.load_from_checkpoint(path).hparams == module.hparams
     others = (LigerCPO, {}), (LigerORPO, {}), (LigerTPO, {"tpo_alpha": 0.0}), (LigerKTO, {"loss_type": "bco"})
     for make, options in others:
-        module = make(config=config, **options)
-        batch = data[0] | {"label": torch.arange(4) % 2 == 0}
-        trainer = fit(module, [batch])
-        trainer.save_checkpoint(path)
+        module = make(config=TINY_CONFIG, **options)
+        fit(module, [data[0] | {"label": torch.arange(4) % 2 == 0}]).save_checkpoint(path)
         assert make.load_from_checkpoint(path).preference_loss == module.preference_loss
 
 
 class Pairs(L.LightningDataModule):
     def train_dataloader(self) -> Any:
-        return DataLoader([collated(pairs_of(2, seed=1))] * 2, batch_size=None)  # type: ignore[arg-type]
+        return loader([collated(pairs_of(2, seed=1))] * 2)
 
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
+    val_dataloader = train_dataloader
 
 
 def tiny_dpo(**arguments: Any) -> LigerDPO:
@@ -517,19 +497,23 @@ def test_validation_before_the_reference_was_computed_says_so() -> None:
 def test_losses_of_single_pairs_are_taken_pair_by_pair(
     loss: Any, pack: bool, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches, num_calls, results = [collated(pairs_of(3, seed), pack) for seed in range(2)], 0, []
-    original = units.unit_loss
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(preference, "unit_loss", counted)
-    for max_bytes in (0, 2**30):
-        monkeypatch.setattr(units, "MAX_UNIT_BYTES", max_bytes)
+    """Where the gradient of a trained head is needed, and all logits of a pair are in memory at once."""
+    batches, results = [collated(pairs_of(3, seed), pack) for seed in range(2)], []
+    calls: list[Any] = []
+    original = preference.unit_loss
+    monkeypatch.setattr(preference, "unit_loss", lambda *a, **k: calls.append(a) or original(*a, **k))  # type: ignore[func-returns-value]
+    num_tokens = batches[0]["input_ids"].numel() if pack else 2 * batches[0]["input_ids"].shape[1]
+    for max_tokens in (num_tokens - 1, num_tokens):
+        monkeypatch.setattr(preference, "MAX_UNIT_BYTES", max_tokens * VOCAB_SIZE * 4)
         module = Module(loss)
-        fit(module, batches, strategy="liger")
+        fit(module, batches[:1])
         results.append((module.steps, list(module.model.parameters())))
-        assert num_calls == (len(batches) if is_apart and max_bytes else 0)
+        assert len(calls) == (is_apart and max_tokens == num_tokens)
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=5e-6)
+    calls.clear()
+    module = Module(loss)
+    module.model.lm_head.requires_grad_(False)
+    fit(module, batches)
+    quiet_trainer(strategy="liger").validate(Module(loss), loader(batches), verbose=False)
+    fit(Module(loss), batches, strategy="auto")
+    assert not calls

@@ -30,19 +30,7 @@ def test_padding_is_no_label_and_predicts_none_on_either_side() -> None:
         assert rows.num_tokens == 8
 
 
-def test_padding_of_packed_rows_does_not_count_as_tokens() -> None:
-    batch = {
-        "input_ids": torch.tensor([[7, 8, 9, 4, 5, 0, 0]]),
-        "completion_mask": torch.tensor([[0, 1, 1, 0, 1, 0, 0]]),
-        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0]]),
-        "sequence_ids": torch.tensor([[0, 0, 0, 1, 1, -1, -1]]),
-    }
-    assert read_rows(batch).num_tokens == 5
-    del batch["sequence_ids"], batch["position_ids"]
-    assert read_rows(batch).num_tokens == 7
-
-
-def test_tokens_are_counted_by_masks_of_tokens_alone() -> None:
+def test_tokens_are_counted_by_masks_of_tokens_or_by_sequences() -> None:
     labels, ids = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[0, 0, 1, 1, -1]])
     # Of numbers of documents, of which 0 is padding; by sequences where the mask has another shape, or there is none.
     assert Rows({"attention_mask": ids + 1}, labels).num_tokens == 4

@@ -2,16 +2,23 @@
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 
 from lightning_liger import LigerDistillation, apply_liger_kernels, store_teacher_topk, teacher_topk_rows
 from lightning_liger.cli import main
 from lightning_liger.data import TeacherTopKDataModule
-from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, TensorSizes, tiny_batch, tiny_llama, tiny_model
+from tests.lightning_liger.post_training.training import Recorded
+from tests.lightning_liger.tiny import (
+    TINY_CONFIG,
+    VOCAB_SIZE,
+    TensorSizes,
+    quiet_trainer,
+    tiny_batch,
+    tiny_llama,
+    tiny_model,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 K = 6
 
 
@@ -54,31 +61,25 @@ def test_documents_become_rows_and_samples_sum_to_one() -> None:
 def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     apply_liger_kernels(model, "linear_cross_entropy")
-    monkeypatch.setattr("lightning_liger.post_training.teacher_topk._CHUNK_BYTES", 8 * 16 * VOCAB_SIZE)
+    monkeypatch.setattr("lightning_liger.post_training.teacher._CHUNK_BYTES", 8 * 16 * VOCAB_SIZE)
     with TensorSizes(monkeypatch) as sizes:
         list(teacher_topk_rows(model, [tiny_batch(8, 24)], top_k=K))
     assert sizes.largest < 8 * 24 * VOCAB_SIZE
+
+
+class Student(LigerDistillation, Recorded):
+    configure_optimizers = Recorded.configure_optimizers
 
 
 def test_student_learns_from_the_file_at_the_stored_temperature(tmp_path: Path) -> None:
     batches = [tiny_batch(2, 9, 0, seed=seed) for seed in range(2)]
     store_teacher_topk(tiny_model("qwen2"), batches, tmp_path / "t.safetensors", top_k=K, temperature=2.0)
     data = TeacherTopKDataModule(path=tmp_path / "t.safetensors", validation_fraction=0, batch_size=2)
-    module = LigerDistillation(
-        distillation_mode="topk_logits", config=TINY_CONFIG, learning_rate=0.02, min_lr_ratio=1.0
-    )
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="liger", max_epochs=6, **quiet)
-    losses = []
-
-    class Losses(L.Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, *_: object) -> None:
-            losses.append(float(trainer.callback_metrics["train_loss"]))
-
-    trainer.callbacks.append(Losses())
+    module = Student(distillation_mode="topk_logits", config=TINY_CONFIG, min_lr_ratio=1.0)
+    trainer = quiet_trainer(strategy="liger", max_epochs=6)
     trainer.fit(module, datamodule=data)
     assert module._stored_temperature == 2.0
-    assert losses[-1] < losses[0]
+    assert module.steps[-1]["train_loss_step"] < module.steps[0]["train_loss_step"]
     assert 0 < trainer.callback_metrics["train_teacher_mass"] < 1
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.lightning_liger.tiny import quiet_trainer
+
 
 class Recorded(L.LightningModule):
     """Plain SGD, so that one step shows the gradients; notes what is logged after each batch in ``steps``."""
@@ -22,12 +24,11 @@ class Recorded(L.LightningModule):
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.learning_rate)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+        self.steps.append(metrics_of(self.trainer))
 
 
-def quiet_trainer(**options: Any) -> L.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return L.Trainer(**({"accelerator": "cpu", "devices": 1, "strategy": "auto"} | quiet | options))
+def metrics_of(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def loader(batches: Any) -> Any:
@@ -37,7 +38,7 @@ def loader(batches: Any) -> Any:
 def fit(
     module: L.LightningModule, data: Any, validation: Any = None, ckpt_path: Path | None = None, **options: Any
 ) -> L.Trainer:
-    trainer = quiet_trainer(**({"max_epochs": 1} | options))
+    trainer = quiet_trainer(**({"max_epochs": 1, "strategy": "liger"} | options))
     trainer.fit(module, *(each if each is None else loader(each) for each in (data, validation)), ckpt_path=ckpt_path)
     return trainer
 

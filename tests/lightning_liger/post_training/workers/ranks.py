@@ -13,7 +13,6 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_liger import (
     LigerDDPStrategy,
@@ -28,6 +27,7 @@ from lightning_liger import (
 )
 from tests.lightning_liger.post_training import completion_batches as completions
 from tests.lightning_liger.post_training.preference_data import packed, padded, sequences
+from tests.lightning_liger.post_training.training import Recorded, fit, metrics_of
 from tests.lightning_liger.tiny import tiny_batch
 
 Batches = list[dict[str, Any]]
@@ -152,28 +152,23 @@ def train(run: Run, strategy: str, ranks: list[int], folder: Path) -> dict[str, 
     make, options, batches_of = run
 
     class Module(make):  # type: ignore[valid-type, misc]
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+        learning_rate = 0.1
+        configure_optimizers = Recorded.configure_optimizers
 
     if make is LigerDistillation:
-        options = options | {
-            "teacher": str(folder / "teacher"),
-            "shard_teacher": strategy in ("fsdp", "model_parallel"),
-        }
+        is_sharded = strategy in ("fsdp", "model_parallel")
+        options = options | {"teacher": str(folder / "teacher"), "shard_teacher": is_sharded}
     module = Module(pretrained=str(folder / "model"), **options)
     is_alone = strategy == "liger"
     found = batches_of(ranks)
     if is_alone and len(ranks) == 2 and len(found) > 2:  # step by step, not rank by rank
         half = len(found) // 2
         found = [*found[: half // 2], *found[half : half + half // 2], *found[half // 2 : half], *found[-half // 2 :]]
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1 if is_alone else 2, strategy="liger" if is_alone else STRATEGIES[strategy](),
-        max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=len(found) // 2, **quiet,
+    trainer = fit(
+        module, found, devices=1 if is_alone else 2, strategy="liger" if is_alone else STRATEGIES[strategy](),
+        use_distributed_sampler=False, accumulate_grad_batches=len(found) // 2,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(found, batch_size=None))  # type: ignore[arg-type]
-    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    return {"metrics": metrics, "state": state_of(module, trainer, strategy, folder)}
+    return {"metrics": metrics_of(trainer), "state": state_of(module, trainer, strategy, folder)}
 
 
 def state_of(module: nn.Module, trainer: L.Trainer, strategy: str, folder: Path) -> dict[str, Tensor]:
