@@ -184,7 +184,9 @@ class LanguageModel:
         """Whether documents are kept apart by nothing but attention's mask, made from ``position_ids``."""
         if torch.compiler.is_compiling():
             return False
-        is_compiled = any(part._compiled_call_impl or "_orig_mod" in part._modules for part in self.model.modules())
+        is_compiled = any(
+            part._compiled_call_impl or name.endswith("_orig_mod") for name, part in self.model.named_modules()
+        )
         model: Any = self.pretrained
         has_borders = model._is_stateful and any(inputs.get(name) is not None for name in _PACKING)
         gets_masks = model.config._attn_implementation in ("eager", "sdpa", "flex_attention")

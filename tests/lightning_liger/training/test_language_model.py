@@ -107,7 +107,7 @@ def test_model_is_left_with_its_own_loss() -> None:
     module.model.forward = lambda **_: 1 / 0
     module._language_model = None
     with pytest.raises(ZeroDivisionError):
-        module._lm_step("train", tiny_batch())
+        module.training_step(tiny_batch(), 0)
     assert module.model.loss_function.__name__ == "ForCausalLMLoss"
     copy.deepcopy(module)  # holds no graph
 
