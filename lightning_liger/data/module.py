@@ -67,6 +67,8 @@ class BatchesDataModule(L.LightningDataModule):
     """Of the files that are read."""
     _rows_name = "rows"
     """The rows as messages name them."""
+    text_tokenizer: PreTrainedTokenizerBase | None = None
+    """The tokenizer, after ``setup``."""
 
     def __init__(
         self,
@@ -138,10 +140,7 @@ class BatchesDataModule(L.LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """All validation rows in order; the last batch may be smaller. An empty list without validation data.
-
-        Lightning divides the rows over several processes, and repeats a few of them if they do not divide evenly.
-        """
+        """All validation rows in order; the last batch may be smaller. An empty list without validation data."""
         return [] if self.validation_data is None else self._dataloader("validation", self.validation_data)
 
     @override
@@ -161,12 +160,10 @@ class BatchesDataModule(L.LightningDataModule):
 
     def _shard(self) -> dict[str, int]:
         """Arguments of DistributedSampler: the number of shards (tensor-parallel ranks share one), and this rank's."""
-        from_strategy = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        if from_strategy is not None:
-            return from_strategy
-        if dist.is_available() and dist.is_initialized():  # Fabric, which has no trainer
-            return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
-        return {"num_replicas": 1, "rank": 0}
+        found = getattr(self.trainer, "distributed_sampler_kwargs", None)
+        if found is None and dist.is_available() and dist.is_initialized():  # Fabric, which has no trainer
+            found = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+        return found or {"num_replicas": 1, "rank": 0}
 
     def _after_setup(self, value: _T | None) -> _T:
         if value is None:
@@ -194,8 +191,6 @@ class SequencesDataModule(BatchesDataModule):
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
     """
 
-    text_tokenizer: PreTrainedTokenizerBase | None = None
-    """The tokenizer, after ``setup``."""
     _collator_type: Callable[[Layout], Callable[..., Any]]
 
     def __init__(
@@ -256,7 +251,6 @@ class TokenizedDataModule(BatchesDataModule):
             tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
         self.tokenizer, self.vocab_size, self.prompt = tokenizer, int(vocab_size), prompt
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-        self.text_tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_state: dict[str, Any] = {}
         self._loaded: tuple[PreTrainedTokenizerBase, Any] | None = None  # of a checkpoint, with its source
 
@@ -285,17 +279,14 @@ class TokenizedDataModule(BatchesDataModule):
     @property
     def cache_folder(self) -> Path:
         """The folder for this corpus and these settings; its name is a hash of all that determines its content."""
-        content = json.dumps(self._content_settings()).encode()
-        return self.cache_dir / hashlib.sha256(content).hexdigest()[:20]
-
-    def _content_settings(self) -> dict[str, Any]:
-        return {
+        settings = {
             "versions": (_FORMAT_VERSION, tokenizers.__version__, transformers.__version__),
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
             "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer)),
             "files": [(*self._place(split)[:1], *fingerprints(self._files(split))) for split in self._splits],
             **{name: getattr(self, name) for name in self._settings_of_tokens},
         }
+        return self.cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
 
     @override
     def prepare_data(self) -> None:
@@ -359,11 +350,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the tokenizer of a checkpoint, to predict or before ``setup``; else compares it with this one.
-
-        Raises:
-            ValueError: If it is not the tokenizer of this data module.
-        """
+        """Takes the tokenizer of a checkpoint, to predict or before ``setup``; else compares it with this one."""
         if not isinstance(state_dict, dict):
             raise wrong_type("state_dict", "a dict, as state_dict() returns", state_dict)
         if not state_dict:
@@ -379,13 +366,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
-        """``prompt`` as one row, encoded by the checkpoint's tokenizer.
-
-        Without a checkpoint, and with one that holds no tokenizer, by that of ``tokenizer`` or the corpus.
-
-        Raises:
-            ValueError: If there is no prompt, or it has no tokens.
-        """
+        """``prompt`` as one row, encoded by the checkpoint's tokenizer, or else that of ``tokenizer`` or the corpus."""
         if not self.prompt:
             raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
         if self._predicts and self.text_tokenizer is None:

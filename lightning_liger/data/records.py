@@ -126,9 +126,6 @@ def read_records(setting: str, files: Iterable[Path]) -> Iterator[Record]:
     """Iterates over the records of files, in order; ``setting`` names their path in errors.
 
     A .parquet file has one record per row; a .json file a list of objects, or lines; all others have one object a line.
-
-    Raises:
-        ValueError: For a file that cannot be read, a line that is not JSON in UTF-8, and a record that is no object.
     """
     for file in files:
         place = where = f"{setting}: {file}"

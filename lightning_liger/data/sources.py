@@ -36,10 +36,6 @@ def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files:
     """The file at ``path``, or all in the folder that have one of the suffixes, in a fixed order without hidden ones.
 
     ``setting`` names the path in errors. With ``other_files`` a file may have another suffix.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If ``path`` is empty, or a file with another suffix.
     """
     check_path(setting, path)
     root = Path(os.path.expanduser(path))  # Path.expanduser raises for unknown users
@@ -56,11 +52,7 @@ def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files:
 
 
 def read_documents(setting: str, files: Iterable[Path], text_field: str = "text") -> Iterator[str]:
-    """Iterates over documents, but for those of white space: each file, or each line of ``.jsonl`` files.
-
-    Raises:
-        ValueError: If a file is not UTF-8 text, or a line is not a JSON object with a string under ``text_field``.
-    """
+    """Iterates over documents, but for those of white space: each file, or each line of ``.jsonl`` files."""
     texts = (text for file in files for text in _texts(setting, file, text_field))
     return (text for text in texts if text.strip())
 

@@ -169,11 +169,7 @@ def _array(name: str, value: Any, key: str) -> np.ndarray:
 
 
 class TeacherTopKFile(Dataset[dict[str, Any]]):
-    """Rows of a file of :func:`write_teacher_topk`, mapped into memory.
-
-    Raises:
-        ValueError: If the file is truncated, or not of the layout.
-    """
+    """Rows of a file of :func:`write_teacher_topk`, mapped into memory."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -29,10 +29,9 @@ _PIECES_PER_BATCH = 128
 
 
 def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE: it encodes any text, and decoding returns exactly that text.
+    """Trains a byte-level BPE, deterministically; decoding returns exactly any text that was encoded.
 
-    ``<|endoftext|>`` is its end-of-sequence and padding token and has the id 0. Training is deterministic. Of more
-    than `MAX_TRAINING_BYTES`, evenly spaced documents are used.
+    ``<|endoftext|>`` is its end-of-sequence and padding token and has the id 0.
     """
     check_integer("vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
     tokenizer = Tokenizer(models.BPE())
@@ -50,11 +49,7 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
 
 
 def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[Path]:
-    """The files in the folder of a tokenizer, sorted.
-
-    Raises:
-        FileNotFoundError: If ``path`` is not a folder, or has no ``tokenizer.json`` or ``tokenizer_config.json``.
-    """
+    """The files in the folder of a tokenizer, sorted; raises if it is none."""
     check_path(setting, path)
     folder = os.path.expanduser(path)
     files = sorted(file for file in Path(folder).iterdir() if file.is_file()) if os.path.isdir(folder) else []
@@ -67,11 +62,7 @@ def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[P
 
 
 def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a Hugging Face tokenizer from a folder; in errors it is ``described``, or data.tokenizer with the path.
-
-    Raises:
-        ValueError: If the folder holds no tokenizer, or one without an end-of-sequence token.
-    """
+    """Loads a Hugging Face tokenizer from a folder; in errors it is ``described``, or data.tokenizer with the path."""
     described = described or f"data.tokenizer={str(path)!r}"
     folder = os.path.expanduser(path)
     try:
@@ -84,11 +75,7 @@ def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrained
 
 
 def tokenizer_from_content(content: Any, described: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from the content of its files by their names, as checkpoints hold it.
-
-    Raises:
-        ValueError: If ``content`` is something else, or not that of a tokenizer.
-    """
+    """Loads a tokenizer from the content of its files by their names, as checkpoints hold it."""
     # A name with folders could overwrite files elsewhere.
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and Path(name).name == name not in ("", "..") and isinstance(value, bytes)
