@@ -28,7 +28,7 @@ class Encoder:
     def _ids(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         # In one call: tokenizers share several texts among the cores.
         encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)
-        return encoded["input_ids"]  # type: ignore[no-any-return]
+        return encoded["input_ids"]
 
     def split(self, record: Record, prompt: Text, completions: Sequence[Text]) -> tuple[list[int], list[list[int]]]:
         """The ids of a prompt, the longest common prefix of it alone and with each completion, and of completions."""

@@ -101,9 +101,10 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
         places = np.flatnonzero(rows[truncation][:] < (sys.maxsize if limit is None else limit))
         if len(places) == len(rows):
             return rows
+        kept = "first" if truncation == "keep_start" else "last"
         message = (
             f"{len(rows) - len(places)} of {len(rows)} {split} examples of {self._corpus(split)} are left out: their"
-            f" {'first' if truncation == 'keep_start' else 'last'} {limit} tokens (data.max_length) have nothing to learn"
+            f" {kept} {limit} tokens (data.max_length) have nothing to learn"
         )
         if not len(places):
             raise ValueError(f"{message}. Give a larger data.max_length.")

@@ -2,8 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from difflib import get_close_matches
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import TransformersKwargs
 
-from liger_ops.arguments import shown
+from liger_ops.arguments import did_you_mean, shown
 from lightning_liger.lazy.logits import LazyLogits
 
 # Not among the named arguments of all models that take them, but read by attention and by layers of Mamba.
@@ -36,11 +35,8 @@ class _NoCrossEntropy:
             further: Tensor = self.original(logits, *args, **kwargs)
             return further
         self._is_traced = torch.compiler.is_compiling()
-        if self._is_traced:
+        with nullcontext() if self._is_traced else torch.inference_mode(False):  # in which it would have no version
             self.value = torch.zeros((), device=logits.device)
-        else:
-            with torch.inference_mode(False):  # else it would have no version
-                self.value = torch.zeros((), device=logits.device)
         return self.value
 
     def was_added_to(self, loss: Tensor) -> bool:
@@ -53,8 +49,7 @@ class _NoCrossEntropy:
 class _NoCache(DynamicCache):
     """A cache of keys and values that stays empty.
 
-    Without any cache, models of transformers look for documents in the positions of the tokens, and the host waits for
-    the device to tell. They do so even for positions that they count themselves.
+    Without any cache, models of transformers look for documents in positions, and the host waits for the device.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -64,16 +59,15 @@ class _NoCache(DynamicCache):
 class LanguageModel:
     """What the steps of :class:`~lightning_liger.LigerLMMixin` know about a model. Made once for each model.
 
-    Args:
-        model: A Hugging Face model, a module that wraps one (torch.compile, peft, FSDP), or any other module whose
-            output has ``logits``.
+    It is one of Hugging Face, a wrapper of one (torch.compile, peft, FSDP), or any whose output has ``logits``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.pretrained = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
         self.known_keys = _known_keys(model, self.pretrained)
-        self._passes_labels = self.pretrained is not None and _takes_labels(model) and _takes_labels(self.pretrained)
+        arguments = [] if self.pretrained is None else [_named_arguments(each) for each in (model, self.pretrained)]
+        self._passes_labels = bool(arguments) and all(takes_any or "labels" in named for named, takes_any in arguments)
         self._no_cross_entropy = _NoCrossEntropy()
         self._finds_documents: bool | None = None  # until the first call with positions
         self._has_warned = False
@@ -108,34 +102,17 @@ class LanguageModel:
         return cache if is_plain else None
 
     def leave_out_cache(self, inputs: dict[str, Any]) -> None:
-        """Makes the call with ``inputs`` keep no keys and values, unless ``use_cache`` is one of them.
-
-        They would be those of all layers, until the end of backward.
-        """
-        if self._makes_cache:
+        """Makes the call with ``inputs`` keep no keys and values until backward, unless they ask for it."""
+        config: Any = getattr(self.pretrained, "config", None)
+        may_make_one = config is not None and (not self.known_keys or "use_cache" in self.known_keys)
+        if may_make_one and any(getattr(each, "use_cache", None) for each in (config, config.get_text_config())):
             inputs.setdefault("use_cache", False)
         # Rows of one document each: nothing says anything about positions.
         if self._no_cache is not None and not inputs.get("use_cache") and inputs.keys() <= {"input_ids", "use_cache"}:
             inputs["past_key_values"] = self._no_cache
 
-    @property
-    def _makes_cache(self) -> bool:
-        """Whether a call makes a cache of keys and values unless ``use_cache=False`` is one of its arguments."""
-        config: Any = getattr(self.pretrained, "config", None)
-        if config is None or (self.known_keys and "use_cache" not in self.known_keys):
-            return False
-        return bool(getattr(config, "use_cache", None) or getattr(config.get_text_config(), "use_cache", None))
-
     def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Calls the model.
-
-        Args:
-            inputs: All that it takes besides labels.
-            labels: ``[batch_size, seq_len]``, for which the model has a loss of its own.
-
-        Raises:
-            ValueError: For packed rows in which documents would see each other, because of an ``attention_mask`` that
-                leaves out tokens within a document, or of an architecture that does not look for documents.
+        """Calls the model with all that it takes besides labels, and labels ``[batch_size, seq_len]``.
 
         Returns:
             Its output; the sum of the losses that it adds to cross entropy, such as a router's, None if it adds none;
@@ -148,7 +125,11 @@ class LanguageModel:
             inputs["decoder_input_ids"] = prepare(labels)
         if not self._passes_labels:
             output = self._call(inputs)
-            self._warn_of_other_losses(output)
+            losses = output.items() if isinstance(output, Mapping) else ()
+            if names := [name for name, value in losses if name.endswith("_loss") and isinstance(value, Tensor)]:
+                self._warn(
+                    f"{type(self.model).__name__} returns {names}, which the default steps do not add to the loss"
+                )
             return output, None, None
         with self._without_cross_entropy() as function:
             output = self._call(inputs | {"labels": labels})
@@ -204,12 +185,6 @@ class LanguageModel:
             model.loss_function = original
             function.original = function.value = None  # holds no graph
 
-    def _warn_of_other_losses(self, output: Any) -> None:
-        losses = output.items() if isinstance(output, Mapping) else ()
-        names = [name for name, value in losses if name.endswith("_loss") and isinstance(value, Tensor)]
-        if names:
-            self._warn(f"{type(self.model).__name__} returns {names}, which the default steps do not add to the loss")
-
     def compare(self, own_loss: Tensor, cross_entropy: Tensor) -> None:
         """Warns, once, if a model's own loss is another than the one that the steps use."""
         tolerance = torch.finfo(own_loss.dtype).eps ** 0.5
@@ -226,17 +201,17 @@ class LanguageModel:
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Raises ValueError for a key of a batch that the model does not know; it would be ignored without a word."""
-        unknown = [key for key in keys if not isinstance(key, str) or (self.known_keys and key not in self.known_keys)]
-        if not unknown:
-            return
-        known = sorted(self.known_keys or ())
-        name = type(self.pretrained or self.model).__name__
-        close = get_close_matches(str(unknown[0]), known, n=1)
-        raise ValueError(
-            f"batch must hold arguments of {name} and labels, got the unknown key {shown(unknown[0])}"
-            + (f" (did you mean {close[0]!r}?)" if close else "")
-            + (f"; known: {', '.join(known)}" if known else "")
-        )
+        known = sorted(self.known_keys)
+        for key in keys:
+            if not isinstance(key, str) or (known and key not in known):
+                name, listed = (
+                    type(self.pretrained or self.model).__name__,
+                    f"; known: {', '.join(known)}" * bool(known),
+                )
+                raise ValueError(
+                    f"batch must hold arguments of {name} and labels, got the unknown key"
+                    f" {shown(key)}{did_you_mean(key, known)}{listed}"
+                )
 
 
 def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: bool) -> str | None:
@@ -249,12 +224,9 @@ def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: b
     return "own" if is_encoder_decoder else "next"
 
 
-_MIXING_DOCUMENTS = frozenset(
-    (
-        *("blt", "doge", "inkling_text", "inkling2_text", "lfm2", "lfm2_moe", "lfm3", "minimax"),
-        "minimax_m3_vl_text",
-    )
-)
+_MIXING_DOCUMENTS = {
+    *("blt", "doge", "inkling_text", "inkling2_text", "lfm2", "lfm2_moe", "lfm3", "minimax", "minimax_m3_vl_text")
+}
 """Model types in which some layers find documents and others, such as convolutions, do not."""
 
 
@@ -270,11 +242,7 @@ class _Differences(TorchFunctionMode):
 
 @torch.compiler.disable  # depends on values
 def _is_packed(mask: Tensor, position_ids: Tensor) -> bool:
-    """Whether rows have tokens of several documents, which then needs no mask.
-
-    Raises:
-        ValueError: If it needs one, too.
-    """
+    """Whether rows have tokens of several documents, which then needs no mask; raises if they need one, too."""
     is_real, starts = mask.bool(), F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
     documents = starts.cumsum(-1)
     is_packed = is_real & (documents != documents.where(is_real, 0).amax(-1, keepdim=True))
@@ -293,11 +261,6 @@ def _named_arguments(module: nn.Module) -> tuple[set[str], bool]:
     parameters = inspect.signature(module.forward).parameters.values()
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return named, any(each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def _takes_labels(module: nn.Module) -> bool:
-    named, takes_any = _named_arguments(module)
-    return takes_any or "labels" in named
 
 
 def _known_keys(model: nn.Module, pretrained: PreTrainedModel | None) -> frozenset[str]:

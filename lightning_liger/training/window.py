@@ -32,10 +32,7 @@ class _LookAhead:
 
 
 def upcoming_batches(trainer: L.Trainer, number: int) -> list[Any]:
-    """The next ``number`` training batches as the loader gives them, fewer at the end of the epoch.
-
-    They stay on the host, and the Trainer's loop gets them later as if they had not been looked at.
-    """
+    """The next training batches, on the host, fewer at the end of the epoch; the Trainer gets them later too."""
     loop = trainer.fit_loop
     fetcher: Any = loop._data_fetcher
     number = int(min(number, trainer.num_training_batches - loop.epoch_loop.batch_progress.current.ready))

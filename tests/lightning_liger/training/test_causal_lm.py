@@ -97,7 +97,7 @@ def test_learning_rate_rises_then_falls_along_a_cosine(warmup_steps: int, min_lr
     assert rates.values == pytest.approx(warmup + decay)
     assert rates.values[warmup_steps] == peak
     # Past the end it stays at the floor.
-    assert module._learning_rate_factor(max_steps + 5) == pytest.approx(min_lr_ratio)
+    assert module._learning_rate_factor(max_steps + 5, warmup_steps) == pytest.approx(min_lr_ratio)
 
 
 class Endless(IterableDataset[dict[str, Tensor]]):
