@@ -126,17 +126,20 @@ class BatchesDataModule(L.LightningDataModule):
         elif places := held_out_places(len(rows), self.validation_fraction, self.seed):
             self.train_data = Subset(rows, [place for place in range(len(rows)) if place not in places])
             self.validation_data = Subset(rows, sorted(places))
-        self._check_enough_to_train(stage)
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        # Lightning keeps a DistributedSampler and sets its epoch. The sampler that it would add itself takes its seed
-        # from the environment.
-        train_data = self._after_setup(self.train_data)
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True
-        )
-        return resumable(self._dataloader("train", train_data, sampler=sampler, drop_last=True))
+        """Training rows in an order of ``seed`` and the epoch; raises ValueError unless each process gets a batch."""
+        rows, shard = self._after_setup(self.train_data), self._shard()
+        num_shards = shard["num_replicas"]
+        if len(rows) < self.batch_size * num_shards:
+            raise ValueError(
+                f"{self._corpus()} has {len(rows)} train {self._rows_name}, but {self.batch_size * num_shards} are"
+                f" needed: one batch of data.batch_size={self.batch_size} for each of {num_shards} processes."
+            )
+        # Lightning keeps it and sets its epoch. The one that it would add itself takes its seed from the environment.
+        sampler: Any = DistributedSampler(rows, **shard, shuffle=True, seed=self.seed, drop_last=True)
+        return resumable(self._dataloader("train", rows, sampler=sampler, drop_last=True))
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -169,15 +172,6 @@ class BatchesDataModule(L.LightningDataModule):
         if value is None:
             raise RuntimeError(f"{type(self).__name__} has no data before setup(): call setup() first.")
         return value
-
-    def _check_enough_to_train(self, stage: str | None) -> None:
-        """Raises ValueError unless each process gets a batch."""
-        num_shards, num_rows = self._shard()["num_replicas"], len(self.train_data)
-        if stage in (None, "fit") and num_rows < self.batch_size * num_shards:
-            raise ValueError(
-                f"{self._corpus()} has {num_rows} train {self._rows_name}, but {self.batch_size * num_shards} are"
-                f" needed: one batch of data.batch_size={self.batch_size} for each of {num_shards} processes."
-            )
 
 
 class SequencesDataModule(BatchesDataModule):
@@ -272,9 +266,8 @@ class TokenizedDataModule(BatchesDataModule):
         return train_bpe_tokenizer(chain.from_iterable(map(strings, self._items("train"))), self.vocab_size)
 
     @property
-    def _splits(self) -> tuple[Split, ...]:
-        validates = self.validation_path is not None or self.validation_fraction > 0
-        return ("train", "validation") if validates else ("train",)
+    def _splits(self) -> list[Split]:
+        return ["train", "validation"] if self.validation_path is not None or self.validation_fraction else ["train"]
 
     @property
     def cache_folder(self) -> Path:
@@ -302,7 +295,6 @@ class TokenizedDataModule(BatchesDataModule):
         self._take_tokenizer()
         for split in self._splits:
             setattr(self, f"{split}_data", self._usable(split, self._cached(split)))
-        self._check_enough_to_train(stage)
 
     def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
         """The rows that batches are made of."""

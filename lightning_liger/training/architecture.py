@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
@@ -39,8 +39,7 @@ def build_config(
             "model_type must be an architecture that transformers knows (transformers.CONFIG_MAPPING lists them), got"
             f" {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING.keys(), most=5)}"
         )
-    if settings is None:
-        settings = {}
+    settings = {} if settings is None else settings
     if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
         raise wrong_type("config", "a dict of settings of the architecture by their names, or None", settings)
     if "trust_remote_code" in settings:  # also in a checkpoint's hyperparameters
@@ -58,15 +57,11 @@ def build_config(
     return _build(pretrained, model_type, settings)
 
 
-_AUTO_CLASSES = (
-    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
-    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
-)
-
-
 def auto_class(config: PreTrainedConfig) -> Any:
     """transformers' auto class of a causal language model, of images and text if none is of text alone; or None."""
-    return next((auto for mapping, auto in _AUTO_CLASSES if type(config) in mapping), None)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 
 
 def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -83,10 +78,7 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def _check_settings(
-    path: str,
-    default: PreTrainedConfig,
-    build: Callable[[Mapping[str, Any]], PreTrainedConfig],
-    settings: Mapping[str, Any],
+    path: str, default: PreTrainedConfig, build: Callable[..., Any], settings: Mapping[str, Any]
 ) -> None:
     """Raises for names that ``default``, or a configuration in it, does not have, and for some impossible values."""
     saved = default.to_dict()  # `hasattr` raises for settings that differ between layers
@@ -105,8 +97,8 @@ def _check_settings(
                 raise ValueError(f"{path} must be {expected}, got {name!r}: {shown(value)}{hint}")
         elif isinstance(value, Mapping) and name in default.sub_configs:
 
-            def build_nested(own: Mapping[str, Any], name: str = name) -> PreTrainedConfig:
-                return cast(PreTrainedConfig, getattr(build({name: own}), name))
+            def build_nested(own: Mapping[str, Any], name: str = name) -> Any:
+                return getattr(build({name: own}), name)
 
             architecture = {key: value[key] for key in ("model_type",) if key in value}
             _check_settings(f"{path}[{name!r}]", build_nested(architecture), build_nested, value)
@@ -116,12 +108,10 @@ def _build(pretrained: str | None, model_type: str, settings: Mapping[str, Any])
     settings = copy.deepcopy(dict(settings))  # transformers writes into them
     try:
         if pretrained is None:
-            config = AutoConfig.for_model(model_type, **settings)
-        else:
-            config = AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False, **settings)
+            return AutoConfig.for_model(model_type, **settings)
+        return AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False, **settings)
     except Exception as error:  # of any class, whatever the architecture's own checks do
         if pretrained is not None and not settings:
             raise ValueError(f"pretrained must have a valid config.json, got {str(pretrained)!r}: {error}") from error
         taker = model_type if pretrained is None else pretrained
         raise ValueError(f"config must be settings that {taker!r} takes, got {shown(settings)}: {error}") from error
-    return config

@@ -1,8 +1,8 @@
 """The model of a LightningModule as the mixin's steps see it: the inputs that it takes, and its own loss."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ class _NoCrossEntropy:
 
     def __call__(self, logits: LazyLogits | Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.value is not None:  # that of further heads, such as one that predicts other tokens, stays
-            further: Tensor = self.original(logits, *args, **kwargs)
-            return further
+            return self.original(logits, *args, **kwargs)  # type: ignore[no-any-return]
         self._is_traced = torch.compiler.is_compiling()
         with nullcontext() if self._is_traced else torch.inference_mode(False):  # in which it would have no version
             self.value = torch.zeros((), device=logits.device)
@@ -127,17 +126,22 @@ class LanguageModel:
             output = self._call(inputs)
             losses = output.items() if isinstance(output, Mapping) else ()
             if names := [name for name, value in losses if name.endswith("_loss") and isinstance(value, Tensor)]:
-                self._warn(
-                    f"{type(self.model).__name__} returns {names}, which the default steps do not add to the loss"
-                )
+                name = type(self.model).__name__
+                self._warn(f"{name} returns {names}, which the default steps do not add to the loss")
             return output, None, None
-        with self._without_cross_entropy() as function:
+        model: Any = self.pretrained
+        function = self._no_cross_entropy  # one object, for which torch.compile compiles once
+        function.original, model.loss_function = model.loss_function, function
+        try:
             output = self._call(inputs | {"labels": labels})
             loss = getattr(output, "loss", None)
             if function.value is None:  # a model that calls no loss function
                 self._passes_labels = self._is_encoder_decoder and not prepare
                 return output, None, loss
             return output, loss if loss is not None and function.was_added_to(loss) else None, None
+        finally:
+            model.loss_function = function.original
+            function.original = function.value = None  # holds no graph
 
     def _call(self, inputs: dict[str, Any]) -> Any:
         mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -173,18 +177,6 @@ class LanguageModel:
         gets_masks = model.config._attn_implementation in ("eager", "sdpa", "flex_attention")
         return gets_masks and not has_borders and not is_compiled
 
-    @contextmanager
-    def _without_cross_entropy(self) -> Iterator[_NoCrossEntropy]:
-        model: Any = self.pretrained
-        function = self._no_cross_entropy  # one object, for which torch.compile compiles once
-        original = function.original = model.loss_function
-        model.loss_function = function
-        try:
-            yield function
-        finally:
-            model.loss_function = original
-            function.original = function.value = None  # holds no graph
-
     def compare(self, own_loss: Tensor, cross_entropy: Tensor) -> None:
         """Warns, once, if a model's own loss is another than the one that the steps use."""
         tolerance = torch.finfo(own_loss.dtype).eps ** 0.5
@@ -204,14 +196,10 @@ class LanguageModel:
         known = sorted(self.known_keys)
         for key in keys:
             if not isinstance(key, str) or (known and key not in known):
-                name, listed = (
-                    type(self.pretrained or self.model).__name__,
-                    f"; known: {', '.join(known)}" * bool(known),
-                )
-                raise ValueError(
-                    f"batch must hold arguments of {name} and labels, got the unknown key"
-                    f" {shown(key)}{did_you_mean(key, known)}{listed}"
-                )
+                name = type(self.pretrained or self.model).__name__
+                hint = f"{did_you_mean(key, known)}; known: {', '.join(known)}" if known else ""
+                expected = f"arguments of {name} and labels"
+                raise ValueError(f"batch must hold {expected}, got the unknown key {shown(key)}{hint}")
 
 
 def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: bool) -> str | None:

@@ -32,14 +32,6 @@ class RunningMetric(Metric):
         state = torch.full(shape, start, dtype=torch.float64, device="cpu")  # not on meta, where it would have no value
         self.add_state("parts", state, dist_reduce_fx=reduce)
 
-    def sums(self) -> Tensor:
-        """A copy of this rank's state."""
-        return self.parts.clone()
-
-    def load_sums(self, state: Tensor) -> None:
-        """Restores what :meth:`sums` returned."""
-        self.parts = state.to(self.parts.device, copy=True)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RunningMetric":
         # Moves with its module to a device, keeps float64: torchmetrics guards against `.bfloat16()`, not `.to(dtype)`.
         super()._apply(lambda t: fn(t) if t.is_meta else t.to(fn(t.new_empty(0)).device), *args, **kwargs)

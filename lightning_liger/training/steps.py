@@ -197,7 +197,8 @@ class LigerStepMixin(_Module):
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
-        return {"train_metrics": {name: metric.sums() for name, metric in self._stage_metrics("train")[0].items()}}
+        metrics, _ = self._stage_metrics("train")
+        return {"train_metrics": {name: metric.parts.clone() for name, metric in metrics.items()}}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state_dict` returned."""
@@ -205,7 +206,7 @@ class LigerStepMixin(_Module):
         if isinstance(saved, Tensor):  # of version 0.1.0
             saved = dict(zip(("loss", "perplexity", "accuracy"), saved, strict=True))
         for name in metrics.keys() & saved.keys():
-            metrics[name].load_sums(saved[name])
+            metrics[name].parts = saved[name].to(metrics[name].parts.device, copy=True)
 
     def _step_ends(self) -> None:
         """Called after each step of an optimizer, whatever hooks the module overrides."""

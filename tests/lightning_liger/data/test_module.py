@@ -234,7 +234,7 @@ def test_too_little_data_and_missing_setup_are_named(tokenized, tmp_path):
         tokenized().train_dataloader()
     needed = r"has \d+ train .*, but 4000 are needed: one batch of data\.batch_size=2000 for each of 2 processes"
     with pytest.raises(ValueError, match=needed):
-        ready(tokenized(batch_size=2000), 2)
+        ready(tokenized(batch_size=2000), 2).train_dataloader()
     few = write_lines(tmp_path / "few.jsonl", [{"text": "alpha " * 5000, "chosen": "b", "rejected": "c"}])
     with pytest.raises(ValueError, match=r"has no validation .* with data\.validation_fraction=0\.0001: one is needed"):
         ready(tokenized(path=few, validation_fraction=0.0001))
