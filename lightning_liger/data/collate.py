@@ -1,7 +1,4 @@
-"""Collators: examples of token ids to the batches of post-training, padded on the right or packed into one row.
-
-Packed sequences need no padding: attention sees where each begins by ``position_ids`` or ``cu_seq_lens_q``.
-"""
+"""Collators: examples of token ids to the batches of post-training, padded on the right or packed into one row."""
 
 import itertools
 from collections.abc import Mapping, Sequence

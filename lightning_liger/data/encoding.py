@@ -7,6 +7,7 @@ end-of-sequence token follows each completion. Messages are rendered by the chat
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -114,7 +115,5 @@ class Encoder:
 
 def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The number of items at the beginning that are equal."""
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return place
-    return min(len(first), len(second))
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

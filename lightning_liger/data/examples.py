@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,13 +146,11 @@ def _check_columns(columns: Any, fields: tuple[str, ...]) -> None:
 
 
 def _check_template_kwargs(kwargs: Any) -> None:
-    error = wrong_type("data.chat_template_kwargs", "a dict with string keys and values of JSON, or None", kwargs)
-    if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)):
-        raise error
-    try:
+    with suppress(TypeError, ValueError, RecursionError):
         json.dumps(kwargs)
-    except (TypeError, ValueError, RecursionError):
-        raise error from None
+        if kwargs is None or (isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)):
+            return
+    raise wrong_type("data.chat_template_kwargs", "a dict with string keys and values of JSON, or None", kwargs)
 
 
 def _read_template(file: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import tokenizers
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import datasets  # slow to import, so functions import it
 
 Split = Literal["train", "validation"]
-_T = TypeVar("_T")
 _FORMAT_VERSION = 4  # part of the cache key: raise it when the files change for the same settings
 
 
@@ -168,7 +167,7 @@ class BatchesDataModule(L.LightningDataModule):
             found = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
         return found or {"num_replicas": 1, "rank": 0}
 
-    def _after_setup(self, value: _T | None) -> _T:
+    def _after_setup(self, value: Any) -> Any:
         if value is None:
             raise RuntimeError(f"{type(self).__name__} has no data before setup(): call setup() first.")
         return value
@@ -417,5 +416,4 @@ def num_held_out(total: int, fraction: float) -> int:
 
 
 def held_out_places(total: int, fraction: float, seed: int) -> set[int]:
-    """Which of ``total`` are held out."""
     return set(random.Random(seed).sample(range(total), num_held_out(total, fraction)))

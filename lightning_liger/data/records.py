@@ -1,8 +1,6 @@
 """Records: the objects of JSON lines, JSON and Parquet files, whose errors name the file and the line or row.
 
-Files are read here, and not by ``datasets``: it takes the type of a field from its first values, so that a prompt that
-is a string in one record and messages in another is an error, text that looks like a date is not text, and errors do
-not say which record is wrong.
+``datasets`` would take the type of a field from its first values, and its errors do not say which record is wrong.
 """
 
 import json
@@ -85,10 +83,10 @@ class Record:
     def as_ids(self, key: str, value: Any) -> list[int]:
         return self.check(key, value, list, "a list of token ids", lambda ids: all(map(_is_id, ids)))
 
-    def text_or_messages(self, key: str) -> Text:
-        return self.as_text_or_messages(key, self._get(key))
-
-    def as_text_or_messages(self, key: str, value: Any) -> Text:
+    def text_or_messages(self, key: str, index: int | None = None) -> Text:
+        """A field, or the item of a list that is one."""
+        value = self._get(key) if index is None else self.items(key)[index]
+        key = key if index is None else f"{key}[{index}]"
         return value if isinstance(value, str) else self.as_messages(key, value)
 
     def as_messages(self, key: str, value: Any) -> list[Message]:

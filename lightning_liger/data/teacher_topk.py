@@ -1,16 +1,6 @@
 """A teacher's most likely tokens, stored for distillation: one safetensors file or several, mapped into memory.
 
-The tensors of a file, of R rows with N tokens in all:
-
-- ``offsets`` ``[R + 1]``, int64: row i has the tokens from ``offsets[i]`` to ``offsets[i + 1]``
-- ``input_ids`` ``[N]``, int32
-- ``labels`` ``[N]``, int32, not shifted, -100 where nothing is learned
-- ``teacher_topk_ids`` ``[N, K]``, int32
-- ``teacher_topk_log_probs`` ``[N, K]``, float32 or float16: natural logarithms, -inf where there are fewer than K
-
-As logits, the entries at a token are about the next token. The metadata of the file, strings, are ``format``
-(``lightning_liger.teacher_topk``), ``format_version``, ``num_rows``, ``top_k``, ``temperature`` (by which the teacher's
-logits were divided) and ``tokenizer_hash`` (:func:`tokenizer_hash`, or nothing).
+Rows stand end to end, row i from ``offsets[i]`` to ``offsets[i + 1]``; docs/data.md has the tensors and the metadata.
 """
 
 import hashlib
@@ -244,16 +234,11 @@ class TeacherTopKDataModule(SequencesDataModule):
         super().__init__(max_length=max_length, **settings)
         check_integer("data.pad_token_id", pad_token_id, at_least=0, optional=True)
         if tokenizer is not None:
-            tokenizer_files(tokenizer)
+            tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
+            self.text_tokenizer = load_tokenizer(tokenizer)
         self.tokenizer, self.pad_token_id = tokenizer, pad_token_id
         self.temperature: float | None = None
         self.top_k: int | None = None
-
-    @override
-    def setup(self, stage: str | None = None) -> None:
-        if self.tokenizer is not None:
-            self.text_tokenizer = load_tokenizer(self.tokenizer)
-        super().setup(stage)
 
     @override
     def _read(self, split: Split) -> ConcatDataset[dict[str, Any]]:

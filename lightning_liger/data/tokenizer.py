@@ -1,7 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, one from a folder, or one from a checkpoint.
-
-Nothing is downloaded, and no code that comes with a tokenizer is run.
-"""
+"""Tokenizers, trained on the corpus, from a folder or from a checkpoint; no code that comes with one is run."""
 
 import json
 import os
@@ -20,9 +17,7 @@ from liger_ops.arguments import check_integer, check_path, wrong_value
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, so that any text can be encoded, and END_OF_TEXT
 MAX_VOCAB_SIZE = 2**24  # for far more, the library that trains them ends the process
-# Training 16384 tokens on two cores takes 3 s for the 10 MB of the standard library (a tokenizer trained on a third of
-# them needs 3 % more tokens), and 26 s for 14 MB of text like Chinese: without spaces, whole clauses count as words.
-MAX_TRAINING_BYTES = 12_000_000
+MAX_TRAINING_BYTES = 12_000_000  # half a minute of text like Chinese: without spaces, whole clauses count as words
 # At most 8 million characters are tokenized at a time: the encodings take about a hundred times the space of the ids.
 _PIECE_CHARACTERS = 65_536
 _PIECES_PER_BATCH = 128
@@ -118,8 +113,7 @@ def keep_tokenizer(folder: Path, make: Callable[[], PreTrainedTokenizerBase]) ->
 def token_blocks(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Rows of ``block_size`` tokens, ``input_ids`` in int32: the documents, each with an end-of-sequence token, end to
-    end. The incomplete last row is left out."""
+    """Full rows of ``block_size`` tokens in int32: the documents, each with an end-of-sequence token, end to end."""
     ids: list[int] = []
     pieces = _pieces(documents)
     while batch := list(islice(pieces, _PIECES_PER_BATCH)):

@@ -20,7 +20,6 @@ from lightning_liger.post_training.reference import (
     has_adapters,
     without_adapters,
 )
-from lightning_liger.training.protocol import engine_of
 
 
 class LigerReferenceMixin(LigerPostTrainingMixin):
@@ -98,7 +97,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         if self.ref_model is None or self.reference not in ("auto", "model"):
             raise wrong_value("sync_ref_model", "False without a ref_model that the loss uses", True)
         shards = any(isinstance(unit, FullyShardedDataParallel) for unit in self.trainer.strategy.model.modules())  # type: ignore[union-attr]
-        if shards or engine_of(self.trainer).handles_gradient_accumulation:
+        if shards or self.trainer.strategy.handles_gradient_accumulation:
             name = type(self.trainer.strategy).__name__
             raise ValueError(
                 f"sync_ref_model must be False under {name}, whose shards of the two models differ, got True: use"

@@ -32,7 +32,7 @@ class _NoCrossEntropy:
 
     def __call__(self, logits: LazyLogits | Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.value is not None:  # that of further heads, such as one that predicts other tokens, stays
-            return self.original(logits, *args, **kwargs)  # type: ignore[no-any-return]
+            return self.original(logits, *args, **kwargs)
         self._is_traced = torch.compiler.is_compiling()
         with nullcontext() if self._is_traced else torch.inference_mode(False):  # in which it would have no version
             self.value = torch.zeros((), device=logits.device)

@@ -19,10 +19,7 @@ def as_count(number: Tensor | float, device: torch.device) -> Tensor:
 
 
 class RunningMetric(Metric):
-    """A state in float64: in float32 a sum over millions of tokens would lose small batches.
-
-    torchmetrics' own metrics either search for NaN, for which the host waits for the device, or drop the weights.
-    """
+    """A state in float64. torchmetrics' own metrics search for NaN, for which the host waits, or drop the weights."""
 
     full_state_update = False
     parts: Tensor
@@ -60,10 +57,9 @@ class Perplexity(RunningMean):
 
 
 class ShownLoss(Metric):
-    """The newest training loss that has arrived on the host, for the progress bar.
+    """The newest training loss that has arrived on the host, a step or two old, for the progress bar.
 
-    Lightning turns what the bar shows into a number in each batch, for which the host would wait until the device has
-    nothing left to do. This is a tensor on the CPU already, one or two steps old; on the CPU it is the loss itself.
+    Lightning turns what the bar shows into a number in each batch, for which the host would wait for the device.
     """
 
     full_state_update = False

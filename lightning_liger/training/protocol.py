@@ -27,14 +27,9 @@ class Engine:
         return getattr(self.strategy, "context_parallel", None)
 
     @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Whether the strategy accumulates gradients itself, in buffers that parameters do not show."""
-        return self.strategy.handles_gradient_accumulation
-
-    @property
     def scales_gradients(self) -> bool:
         """Whether :meth:`scale_gradients` reaches the gradients that the next optimizer step uses."""
-        return not self.handles_gradient_accumulation
+        return not self.strategy.handles_gradient_accumulation  # in buffers that parameters do not show
 
     def micro_batch_index(self) -> int:
         """The index of the current micro-batch in its optimizer step; Lightning zeroes gradients at 0."""
@@ -46,7 +41,7 @@ class Engine:
         # The last batch of an epoch steps too, whose number may be unknown until then.
         is_last = num_ready == self._trainer.num_training_batches or self._trainer.is_last_batch
         is_within = num_ready % self._trainer.accumulate_grad_batches != 0
-        return is_within and (self.handles_gradient_accumulation or not is_last)
+        return is_within and (self.strategy.handles_gradient_accumulation or not is_last)
 
     @property
     def _trainer(self) -> L.Trainer:

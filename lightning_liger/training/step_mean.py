@@ -1,10 +1,8 @@
 """The mean over the units (tokens, pairs) of all micro-batches and ranks of an optimizer step, however they were split.
 
-The loss of a micro-batch is its own mean, with that mean's gradient. Where it is differentiated, in ``backward`` of the
-Trainer's precision plugin, it is multiplied by the micro-batch's share of the step. With one micro-batch in a step the
-share is known by then. Of several, each is weighted relative to the first one, so that gradients have about their final
-scale, and after the last backward the gradients are multiplied by what is missing, before any hook of a callback or
-module.
+The loss of a micro-batch, its own mean, is multiplied by its share of the step where it is differentiated. With one
+micro-batch in a step the share is known by then. Of several, each is weighted relative to the first one, and after the
+last backward the gradients are multiplied by what is missing, before any hook of a callback or module.
 """
 
 from collections.abc import Iterator
@@ -84,7 +82,7 @@ class StepMean:
         if may_hold and any(bool(gradient.any()) for gradient in local_gradients(_parameters(trainer))):
             raise _mixed(module)
         steps_inside = any(parameter._post_accumulate_grad_hooks for parameter in _parameters(trainer))
-        if self._is_scaled and not engine.handles_gradient_accumulation and steps_inside:
+        if self._is_scaled and not engine.strategy.handles_gradient_accumulation and steps_inside:
             raise RuntimeError(
                 "an optimizer that steps inside backward (register_post_accumulate_grad_hook) cannot wait for the last"
                 f" micro-batch of a step: {_REMEDY}"

@@ -27,11 +27,7 @@ _LOSS = "train_loss_step"
 
 
 class LigerStepMixin(_Module):
-    """Hooks that make gradients those of the mean over a whole optimizer step, and the model as steps see it.
-
-    A training step returns ``self._counted(loss, num_units)``: the mean over its units (tokens, pairs), as it is. How
-    much it weighs in the optimizer step is decided where it is differentiated, see :mod:`.step_mean`.
-    """
+    """Hooks that make gradients those of the mean over a whole optimizer step, see :mod:`.step_mean`."""
 
     model: nn.Module
     loss_normalization: str = "tokens"
@@ -107,22 +103,6 @@ class LigerStepMixin(_Module):
             )
         self._language_model = seen
         return seen
-
-    def _refuse_replaced_model(self) -> None:
-        """Raises RuntimeError, and restores the model, if ``configure_model`` put another in the place of a model."""
-        former, self._former_model = self._former_model, ()
-        model = getattr(self, "model", None)
-        if not former or (isinstance(model, nn.Module) and any(part is former[0] for part in model.modules())):
-            return
-        if getattr(self._attached_trainer, "ckpt_path", None) is not None:  # the weights are those of the checkpoint
-            return
-        self.model = former[0]
-        raise RuntimeError(
-            f"{type(self).__name__}.configure_model must keep self.model, got a new {type(model).__name__} without the"
-            " weights so far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
-            " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that is to"
-            " start anew. self.model is the former model again"
-        )
 
     def _context_parallel_shard(self, stage: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of the rows under context parallelism, else all of them."""
@@ -226,8 +206,20 @@ class LigerStepMixin(_Module):
             self._prepare_stage()
 
     def _prepare_stage(self) -> None:
-        """Checks, and makes what steps need, once in each stage."""
-        self._refuse_replaced_model()
+        """Checks, and makes what steps need, once in each stage; here refuses a model in the place of another one."""
+        former, self._former_model = self._former_model, ()
+        model = getattr(self, "model", None)
+        if not former or (isinstance(model, nn.Module) and any(part is former[0] for part in model.modules())):
+            return
+        if getattr(self._attached_trainer, "ckpt_path", None) is not None:  # the weights are those of the checkpoint
+            return
+        self.model = former[0]
+        raise RuntimeError(
+            f"{type(self).__name__}.configure_model must keep self.model, got a new {type(model).__name__} without the"
+            " weights so far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
+            " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that is to"
+            " start anew. self.model is the former model again"
+        )
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

@@ -37,6 +37,7 @@ from tests.lightning_liger.data.kinds import (
     write_corpus,
     write_lines,
 )
+from tests.lightning_liger.tiny import quiet_trainer
 
 FORMATS = {
     "preference.jsonl": (PreferenceDataModule, {}),
@@ -242,36 +243,19 @@ def test_too_little_data_and_missing_setup_are_named(tokenized, tmp_path):
         ready(tokenized(path=write_lines(tmp_path / "none.jsonl", [])))
 
 
-class RecordingModel(L.LightningModule):
-    """Learns nothing and remembers the rows of each training epoch."""
+def test_trainer_shuffles_anew_each_epoch(tokenized):
+    epochs = [[], []]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.epochs: list[list[tuple[int, ...]]] = []
+    class Recording(L.LightningModule):
+        def training_step(self, batch, batch_idx):
+            epochs[self.current_epoch].extend(rows([batch]))
 
-    def on_train_epoch_start(self) -> None:
-        self.epochs.append([])
+        def configure_optimizers(self):
+            return None
 
-    def training_step(self, batch, batch_idx):
-        self.epochs[-1] += rows([batch])
-        return self.weight * 1.0
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters())
-
-
-def test_trainer_shuffles_anew_each_epoch(tokenized, tmp_path):
-    model = RecordingModel()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **quiet)
-    trainer.fit(model, tokenized(batch_size=1))
-    first, second = model.epochs
-    assert sorted(first) == sorted(second)
-    assert first != second
+    quiet_trainer(max_epochs=2).fit(Recording(), tokenized(batch_size=1))
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
 
 
 def test_checkpoint_state_is_the_tokenizer_and_loads_with_weights_only(tokenized, tmp_path):
