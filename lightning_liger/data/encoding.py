@@ -20,8 +20,6 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Encoder:
-    """Token ids of texts and messages."""
-
     tokenizer: PreTrainedTokenizerBase
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template; those of a record win over them."""

@@ -86,13 +86,11 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
         encoder, names = Encoder(tokenizer, self.chat_template_kwargs), None
         for record in items:
             for example in self._encode(record.renamed(self.columns), encoder):
-                names = names or set(example)
-                if differing := sorted(names ^ set(example)):
-                    which = "lacks" if differing[0] in names else "has"
-                    raise record.error(
-                        f"all records must have the same optional fields, and this one {which} the"
-                        f" values of {differing[0]!r}, unlike those before it"
-                    )
+                names = names or example.keys()
+                if differing := sorted(names ^ example.keys()):
+                    which = f"{'lacks' if differing[0] in names else 'has'} the values of {differing[0]!r}"
+                    problem = "all records must have the same optional fields, and this one"
+                    raise record.error(f"{problem} {which}, unlike those before it")
                 yield example
 
     @override
@@ -114,12 +112,10 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
 
 
 def ids(values: Any) -> np.ndarray:
-    """Token ids as tables hold them."""
     return np.asarray(values, dtype=np.int32)
 
 
 def floats(values: Any) -> np.ndarray:
-    """Numbers as tables hold them."""
     return np.asarray(values, dtype=np.float32)[()]  # a scalar of a number
 
 

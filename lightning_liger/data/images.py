@@ -129,9 +129,9 @@ def load_image(source: Path | bytes) -> Any:
 def _load_processor(processor: Any) -> Any:
     if isinstance(processor, Mapping):
         needed = {"tokenizer", "image_size", "tokens_per_image"}
-        if not needed <= processor.keys() <= needed | {"image_token"}:
-            raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(needed))}", processor)
-        return _plain_processor(**processor)
+        if needed <= processor.keys() <= needed | {"image_token"}:
+            return _plain_processor(**processor)
+        raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(needed))}", processor)
     check_path("data.processor", processor)
     folder = os.path.expanduser(processor)
     try:

@@ -106,7 +106,6 @@ class BatchesDataModule(L.LightningDataModule):
         return f"{setting}={str(path)!r}"
 
     def _files(self, split: Split) -> list[Path]:
-        """The files of a split; raises if there are none."""
         return files_at(*self._place(split), self._suffixes)
 
     def _read(self, split: Split) -> Any:
@@ -131,10 +130,10 @@ class BatchesDataModule(L.LightningDataModule):
         """Training rows in an order of ``seed`` and the epoch; raises ValueError unless each process gets a batch."""
         rows, shard = self._after_setup(self.train_data), self._shard()
         num_shards = shard["num_replicas"]
-        if len(rows) < self.batch_size * num_shards:
+        if len(rows) < (needed := self.batch_size * num_shards):
             raise ValueError(
-                f"{self._corpus()} has {len(rows)} train {self._rows_name}, but {self.batch_size * num_shards} are"
-                f" needed: one batch of data.batch_size={self.batch_size} for each of {num_shards} processes."
+                f"{self._corpus()} has {len(rows)} train {self._rows_name}, but {needed} are needed: one batch of"
+                f" data.batch_size={self.batch_size} for each of {num_shards} processes."
             )
         # Lightning keeps it and sets its epoch. The one that it would add itself takes its seed from the environment.
         sampler: Any = DistributedSampler(rows, **shard, shuffle=True, seed=self.seed, drop_last=True)
@@ -248,7 +247,6 @@ class TokenizedDataModule(BatchesDataModule):
         self._loaded: tuple[PreTrainedTokenizerBase, Any] | None = None  # of a checkpoint, with its source
 
     def _rows(self, items: Iterable[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        """The rows of the cache."""
         raise NotImplementedError
 
     def _items(self, split: Split) -> Iterable[Any]:
@@ -391,9 +389,8 @@ class TokenizedDataModule(BatchesDataModule):
 
     @property
     def _tokenizer_source(self) -> str:
-        if self.tokenizer is not None:
-            return f"data.tokenizer={str(self.tokenizer)!r}"
-        return f"a tokenizer trained on {self._corpus()}"
+        trained = f"a tokenizer trained on {self._corpus()}"
+        return trained if self.tokenizer is None else f"data.tokenizer={str(self.tokenizer)!r}"
 
     def _compare_with_checkpoint(self, own: PreTrainedTokenizerBase) -> None:
         if self._loaded is not None and not same_tokenizer(own, self._loaded[0]):

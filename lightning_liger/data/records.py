@@ -28,7 +28,6 @@ class Record:
     """The setting, the file and the line, as errors name them."""
 
     def error(self, problem: str) -> ValueError:
-        """The error for a record with this problem."""
         return ValueError(f"{self.place}: {problem}")
 
     def check(
@@ -50,10 +49,10 @@ class Record:
         return self.values.get(key) is not None
 
     def _get(self, key: str) -> Any:
-        if not self.has(key):
-            problem = "is null" if key in self.values else "is missing"
-            raise self.error(f"the field {key!r} {problem}; keys found: {shown(sorted(map(str, self.values)))}")
-        return self.values[key]
+        if self.has(key):
+            return self.values[key]
+        problem = "is null" if key in self.values else "is missing"
+        raise self.error(f"the field {key!r} {problem}; keys found: {shown(sorted(map(str, self.values)))}")
 
     def text(self, key: str) -> str:
         return self.check(key, self._get(key), str, "a string")

@@ -152,7 +152,6 @@ class LigerStepMixin(_Module):
         raise NotImplementedError
 
     def _make_metrics(self) -> dict[str, RunningMetric]:
-        """The metrics of a stage, by name."""
         raise NotImplementedError
 
     @torch.compiler.disable
