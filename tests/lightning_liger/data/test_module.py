@@ -155,9 +155,9 @@ def test_second_run_reads_the_cache(tokenized, monkeypatch):
         settings |= {"max_length": 500, "truncation": "keep_end", "packing": True, "pad_to_multiple_of": 8}
     second = ready(tokenized(**settings, path=first.path))
     assert second.cache_folder == first.cache_folder
-    assert [row["prompt_ids" if "packing" in settings else "input_ids"].tolist() for row in second.train_data] == [
-        row["prompt_ids" if "packing" in settings else "input_ids"].tolist() for row in first.train_data
-    ]
+    key = "prompt_ids" if "packing" in settings else "input_ids"
+    found, expected = ([row[key].tolist() for row in data.train_data] for data in (second, first))
+    assert found == expected
     assert second.text_tokenizer.get_vocab() == first.text_tokenizer.get_vocab()
 
 
@@ -169,14 +169,10 @@ def test_cache_is_keyed_by_all_that_changes_the_tokens(tmp_path):
     corpus = write_corpus(tmp_path)
     shared = [{"seed": 1}, {"validation_fraction": 0.5}, {"validation_path": corpus}, {"tokenizer": None}]
     shared += [{"tokenizer": None, "vocab_size": 300}]
+    of_records = [{"chat_template": template}, {"chat_template_kwargs": {"a": 1}}, {"max_records": 40}]
     own = {
         TextDataModule: [{"max_documents": 50}, {"text_field": "t"}, {"block_size": 8}],
-        PreferenceDataModule: [
-            {"chat_template": template},
-            {"chat_template_kwargs": {"a": 1}},
-            {"columns": {"chosen": "rejected", "rejected": "chosen"}},
-            {"max_records": 40},
-        ],
+        PreferenceDataModule: [*of_records, {"columns": {"chosen": "rejected", "rejected": "chosen"}}],
         UnpairedFeedbackDataModule: [],
         PromptCompletionDataModule: [{"completion_only": False}, {"teacher_tokenizer": TOKENIZER}],
         ConversationDataModule: [{"train_on": "all"}],

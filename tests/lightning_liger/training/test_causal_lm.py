@@ -19,10 +19,10 @@ from tests.lightning_liger.architectures import tiny_causal_lm, tiny_config
 from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama
 
 
-def make_module(trainer: L.Trainer, **kwargs: Any) -> LigerCausalLM:
+def make_module(strategy: str = "auto", **kwargs: Any) -> LigerCausalLM:
     """A module with its model built, as a Trainer would."""
     module = LigerCausalLM(**({"config": TINY_CONFIG, "warmup_steps": 1} | kwargs))
-    module.trainer = trainer
+    module.trainer = quiet_trainer(strategy=strategy)
     module.configure_model()
     return module
 
@@ -45,10 +45,9 @@ class Watch(L.Callback):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
 def test_norms_and_biases_do_not_decay_and_embeddings_learn_at_their_own_rate(patched: bool, tied: bool) -> None:
-    trainer = quiet_trainer()
     config = TINY_CONFIG | {"tie_word_embeddings": tied}
     options = {"weight_decay": 0.3, "learning_rate": 0.01, "embedding_lr_scale": 30.0}
-    module = make_module(trainer, config=config, model_type="qwen2", **options)
+    module = make_module(config=config, model_type="qwen2", **options)
     if patched:
         apply_liger_kernels(module)
     frozen = module.model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
@@ -69,7 +68,7 @@ def test_norms_and_biases_do_not_decay_and_embeddings_learn_at_their_own_rate(pa
 
 
 def test_optimizer_is_ours_unless_deepspeed_wants_its_own_kind() -> None:
-    module = make_module(quiet_trainer())
+    module = make_module()
     assert type(module.configure_optimizers()["optimizer"]) is AdamW
     module.trainer = quiet_trainer(strategy=LigerDeepSpeedStrategy(config={"zero_optimization": {"stage": 2}}))
     assert type(module.configure_optimizers()["optimizer"]) is torch.optim.AdamW
@@ -129,8 +128,8 @@ def test_learning_rate_of_unknown_steps_stays_at_its_peak_unless_their_number_is
 def test_weight_decay_leaves_vectors_and_state_spaces_of_any_architecture(model_type: str, on_meta: bool) -> None:
     config = tiny_config(model_type).to_diff_dict()
     config.pop("model_type")
-    trainer = quiet_trainer(strategy="liger_fsdp" if on_meta else "auto")
-    module = make_module(trainer, model_type=model_type, config=config, weight_decay=0.3)
+    strategy = "liger_fsdp" if on_meta else "auto"
+    module = make_module(strategy, model_type=model_type, config=config, weight_decay=0.3)
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = module.configure_optimizers()["optimizer"].param_groups
     decayed = {names[each]: each for group in groups if group["weight_decay"] for each in group["params"]}
@@ -156,18 +155,16 @@ def checkpoint_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_model_is_built_in_the_dtype_of_the_precision_plugin(checkpoint_folder: Path, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)  # what bf16-true does around configure_model; restored by a fixture
-    trainer = quiet_trainer()
     for source in ({}, {"pretrained": str(checkpoint_folder), "config": None}):
-        module = make_module(trainer, **source)
+        module = make_module(**source)
         assert {parameter.dtype for parameter in module.model.parameters()} == {dtype}
         assert module.model.training
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_predict_step_continues_prompts(temperature: float) -> None:
-    trainer = quiet_trainer()
     config = TINY_CONFIG | {"eos_token_id": None}
-    module = make_module(trainer, config=config, max_new_tokens=5, temperature=temperature).eval()
+    module = make_module(config=config, max_new_tokens=5, temperature=temperature).eval()
     apply_liger_kernels(module)
     prompts = tiny_batch(num_ignored=0)["input_ids"]
     draws: list[Tensor] = [module.predict_step({"input_ids": prompts}, 0) for _ in range(3)]
@@ -207,8 +204,7 @@ def test_strategies_that_shard_build_the_model_on_the_meta_device(
 def test_architecture_that_does_not_heed_the_meta_device_is_refused_without_weights(tmp_path: Path) -> None:
     config = tiny_config("xlnet").to_diff_dict()
     config.pop("model_type")
-    trainer = quiet_trainer(strategy="liger_fsdp")
     with pytest.raises(ValueError, match="model_type='xlnet' cannot be built on the meta device with random weights"):
-        make_module(trainer, model_type="xlnet", config=config, attn_implementation="eager")
+        make_module("liger_fsdp", model_type="xlnet", config=config, attn_implementation="eager")
     tiny_causal_lm("xlnet").save_pretrained(tmp_path)
-    make_module(trainer, config=None, pretrained=str(tmp_path), attn_implementation="eager")
+    make_module("liger_fsdp", config=None, pretrained=str(tmp_path), attn_implementation="eager")
