@@ -17,8 +17,9 @@ def random_rows(seed: int, vocab_size: int) -> tuple[dict[str, Tensor], list[Ten
     """A batch of packed rows with random padding, and its documents."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    parts, num_rows, length = [], rng.choice([1, 2, 3]), rng.choice([9, 16])
+    parts, length = [], rng.choice([9, 16])
     gaps = rng.choice([0, 0, 3])  # padding after each document, or at the end only
+    num_rows = rng.choice([1, 2, 3])
     for _ in range(num_rows):
         at_end = rng.choice([0, 1, 4])
         left = length - at_end
