@@ -144,7 +144,7 @@ def test_files_of_other_layouts_are_errors_that_name_the_file(tmp_path):
     fails("'format' must be 'lightning_liger.teacher_topk', got 'other'", header={"format": "other"})
     fails("'format_version' must be '1', got '2'", header={"format_version": "2"})
     fails("must be .*4", header={"top_k": "4"})
-    for value in ("", "x", "-1", "nan", "inf"):
+    for value in ("", "x", "0", "-1", "nan", "inf"):
         fails(f"'temperature' must be a number above 0, got {value!r}", header={"temperature": value})
     write_teacher_topk(file, rows(2))
     write_teacher_topk(tmp_path / "b.safetensors", rows(2, top_k=4))

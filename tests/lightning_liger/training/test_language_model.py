@@ -167,10 +167,11 @@ def test_further_heads_keep_their_loss_function() -> None:
     torch.testing.assert_close(LM(model).training_step(batch, 0), want)
 
 
-def test_steps_make_no_cache_unless_asked_to() -> None:
-    """It would hold the keys and values of all layers until the end of backward."""
-    model, caches = tiny_llama(), []
-    assert model.config.use_cache
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_steps_make_no_cache_unless_asked_to(model_type: str) -> None:
+    """It would hold the keys and values of all layers until the end of backward; GPT-2 is not given an empty one."""
+    model, caches = tiny_causal_lm(model_type), []
+    model.config.use_cache = True
     model.register_forward_hook(lambda module, args, output: caches.append(output.past_key_values))
     module = LM(model)
     module.training_step(tiny_batch(), 0)
