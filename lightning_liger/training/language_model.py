@@ -198,8 +198,9 @@ class LanguageModel:
             if not isinstance(key, str) or (known and key not in known):
                 name = type(self.pretrained or self.model).__name__
                 hint = f"{did_you_mean(key, known)}; known: {', '.join(known)}" if known else ""
-                expected = f"arguments of {name} and labels"
-                raise ValueError(f"batch must hold {expected}, got the unknown key {shown(key)}{hint}")
+                raise ValueError(
+                    f"batch must hold arguments of {name} and labels, got the unknown key {shown(key)}{hint}"
+                )
 
 
 def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: bool) -> str | None:
