@@ -1,8 +1,6 @@
-"""Collators: examples of token ids to the batches of post-training, padded on the right or packed into one row.
+"""Collators: examples of token ids to the batches of post-training, padded on the right or packed into one row."""
 
-Packed sequences need no padding: attention sees where each begins by ``position_ids`` or ``cu_seq_lens_q``.
-"""
-
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -79,13 +77,14 @@ class Layout:
         total = sum(lengths)
         if self.packing:
             cut = {key: [np.concatenate(column)] for key, column in cut.items()}
-        width = self.rounded(total if self.packing else max(lengths))
+        multiple = self.pad_to_multiple_of
+        width = -(-(total if self.packing else max(lengths)) // multiple) * multiple
         fill = {**fill, "input_ids": self.pad_token_id}
-        found: Batch = {key: pad(column, width, fill.get(key, 0)) for key, column in cut.items()}
+        found: Batch = {key: _pad(column, width, fill.get(key, 0)) for key, column in cut.items()}
         if not self.packing:
             found["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
             return {prefix + key: value for key, value in found.items()}
-        found["position_ids"] = pad([np.concatenate([np.arange(length) for length in lengths])], width, 0)
+        found["position_ids"] = _pad([np.concatenate([np.arange(length) for length in lengths])], width, 0)
         with_padding = np.array([*lengths[:-1], lengths[-1] + width - total])
         found["seq_idx"] = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), with_padding))[None]
         ends = torch.from_numpy(np.append(0, with_padding.cumsum()).astype(np.int32))
@@ -97,38 +96,30 @@ class Layout:
             found["num_sequences"] = len(lengths)
         return {prefix + key: value for key, value in found.items()}
 
-    def rounded(self, length: int) -> int:
-        """``length``, or the next multiple of ``pad_to_multiple_of``."""
-        return -(-length // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
-
-def pad(column: Sequence[np.ndarray], width: int, fill: Any, *, left: bool = False) -> Tensor:
+def _pad(column: Sequence[np.ndarray], width: int, fill: Any) -> Tensor:
     """Arrays of ``[length, ...]`` as one tensor ``[len(column), width, ...]``: int64, or float32 of floating-point."""
-    first = np.asarray(column[0])
-    dtype = np.float32 if np.issubdtype(first.dtype, np.floating) else np.int64
-    found = np.full((len(column), width, *first.shape[1:]), fill, dtype=dtype)
+    dtype = np.float32 if np.issubdtype(column[0].dtype, np.floating) else np.int64
+    found = np.full((len(column), width, *column[0].shape[1:]), fill, dtype=dtype)
     for row, values in zip(found, column, strict=True):
-        if len(values):
-            row[slice(-len(values), None) if left else slice(len(values))] = values
+        row[: len(values)] = values
     return torch.from_numpy(found)
 
 
 def _completions(layout: Layout, pairs: Sequence[tuple[np.ndarray, np.ndarray]], prefix: str = "") -> Batch:
     """Sequences of prompt and completion with ``completion_mask``, 1 at the completion's tokens; 0 at all others."""
-    columns = {
-        "input_ids": [np.concatenate(pair) for pair in pairs],
-        "completion_mask": [_completion_mask(*pair) for pair in pairs],
-    }
-    return layout.batch(columns, prefix=prefix)
+    masks = [_completion_mask(*pair) for pair in pairs]
+    return layout.batch({"input_ids": [*map(np.concatenate, pairs)], "completion_mask": masks}, prefix=prefix)
 
 
 def _completion_mask(prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
     return np.repeat([0, 1], [len(prompt), len(completion)])
 
 
-def _group_ids(sizes: Sequence[int]) -> Tensor:
-    """The number of its group for each member."""
-    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+def _group_ids(examples: Sequence[Example]) -> Tensor:
+    """The number of its example for each completion."""
+    sizes = torch.tensor([len(each["completion_lengths"]) for each in examples])
+    return torch.arange(len(examples)).repeat_interleave(sizes)
 
 
 @dataclass(frozen=True)
@@ -205,20 +196,19 @@ class MultipleChoiceCollator(_Collator):
     all_choices: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        choices = [np.split(each["completion_ids"], np.cumsum(each["completion_lengths"])[:-1]) for each in examples]
-        answers = [each["answer"] for each in examples]
+        pairs, is_answer = [], []
+        for each in examples:
+            choices = np.split(each["completion_ids"], np.cumsum(each["completion_lengths"])[:-1])
+            pairs += [(each["prompt_ids"], choice) for choice in choices]
+            is_answer += [place == each["answer"] for place in range(len(choices))]
         if not self.all_choices:
-            parts = zip(examples, choices, answers, strict=True)
-            pairs = [(each["prompt_ids"], several[answer]) for each, several, answer in parts]
+            right = itertools.compress(pairs, is_answer)
             return SupervisedCollator(self.layout)(
-                [{"input_ids": np.concatenate(pair), "loss_mask": _completion_mask(*pair)} for pair in pairs]
+                [{"input_ids": np.concatenate(pair), "loss_mask": _completion_mask(*pair)} for pair in right]
             )
-        counts = [len(completions) for completions in choices]
-        pairs = [(each["prompt_ids"], one) for each, several in zip(examples, choices, strict=True) for one in several]
         batch = _completions(self.layout, pairs)
-        batch["question_ids"] = _group_ids(counts)
-        flags = [np.arange(count) == answer for answer, count in zip(answers, counts, strict=True)]
-        batch["is_answer"] = torch.from_numpy(np.concatenate(flags))
+        batch["question_ids"] = _group_ids(examples)
+        batch["is_answer"] = torch.tensor(is_answer, dtype=torch.bool)
         lengths = np.concatenate([each["num_characters"] for each in examples])
         batch["num_characters"] = torch.from_numpy(lengths.astype(np.float32))
         batch["num_questions"] = len(examples)
@@ -264,42 +254,38 @@ class RolloutCollator(_Collator):
         per_token = [key for key in ("token_advantages", "tool_mask", *PER_TOKEN_LOG_PROBS) if key in examples[0]]
         columns: dict[str, list[np.ndarray]] = {key: [] for key in ("input_ids", "completion_mask", *per_token)}
         for each in examples:
-            num_prompt_tokens = len(each["prompt_ids"])
-            ends = np.cumsum(each["completion_lengths"])
-            for start, end in zip([0, *ends[:-1]], ends, strict=True):
-                columns["input_ids"].append(np.concatenate((each["prompt_ids"], each["completion_ids"][start:end])))
-                columns["completion_mask"].append(np.repeat([0, 1], [num_prompt_tokens, end - start]))
-                for key in per_token:
-                    values = np.asarray(each[key][start:end], dtype=np.uint8 if key == "tool_mask" else np.float32)
-                    columns[key].append(np.pad(values, (num_prompt_tokens, 0)))
-        if self.layout.packing:
-            batch = self.layout.batch(columns)
-        else:
-            batch = self._padded({key: [*map(self.layout.cut, column)] for key, column in columns.items()})
+            prompt, ends = each["prompt_ids"], np.cumsum(each["completion_lengths"])[:-1]
+            for completion in np.split(each["completion_ids"], ends):
+                columns["input_ids"].append(np.concatenate((prompt, completion)))
+                columns["completion_mask"].append(_completion_mask(prompt, completion))
+            for key in per_token:
+                values = np.asarray(each[key], dtype=np.uint8 if key == "tool_mask" else np.float32)
+                columns[key] += [np.pad(part, (len(prompt), 0)) for part in np.split(values, ends)]
+        batch = self.layout.batch(columns) if self.layout.packing else self._padded(columns)
         if "token_advantages" in batch:
             batch["advantages"] = batch.pop("token_advantages")
-        batch["group_ids"] = _group_ids([len(each["completion_lengths"]) for each in examples])
+        batch["group_ids"] = _group_ids(examples)
         for key in ("advantages", "rewards"):
             if key in examples[0]:
                 batch[key] = torch.from_numpy(np.concatenate([each[key] for each in examples]).astype(np.float32))
         return batch
 
-    def _padded(self, columns: dict[str, list[np.ndarray]]) -> Batch:
-        """Prompts and completions of rows that are cut already."""
-        masks = columns.pop("completion_mask")
-        starts = [int(np.sum(mask == 0)) for mask in masks]
-        prompts = [row[:start] for row, start in zip(columns["input_ids"], starts, strict=True)]
-        prompt_len = self.layout.rounded(max(starts))
-        completion_len = self.layout.rounded(max(int(mask.sum()) for mask in masks))
-        batch = {
-            "prompt_ids": pad(prompts, prompt_len, self.layout.pad_token_id, left=True),
-            "prompt_mask": pad([np.ones_like(row) for row in prompts], prompt_len, 0, left=True),
-            "completion_mask": pad([mask[mask > 0] for mask in masks], completion_len, 0),
+    def _padded(self, columns: Mapping[str, Sequence[np.ndarray]]) -> Batch:
+        """Prompts and completions apart."""
+        cut = {key: [*map(self.layout.cut, column)] for key, column in columns.items()}
+        starts = [int(np.sum(mask == 0)) for mask in cut.pop("completion_mask")]
+        reversed_prompts = [row[:start][::-1] for row, start in zip(cut["input_ids"], starts, strict=True)]
+        prompts = self.layout.batch({"input_ids": reversed_prompts})
+        completions = self.layout.batch(
+            {key: [row[start:] for row, start in zip(column, starts, strict=True)] for key, column in cut.items()}
+        )
+        return {
+            "prompt_ids": prompts["input_ids"].flip(1),
+            "prompt_mask": prompts["attention_mask"].flip(1),
+            "completion_ids": completions.pop("input_ids"),
+            "completion_mask": completions.pop("attention_mask"),
+            **completions,
         }
-        for key, column in columns.items():
-            key, fill = ("completion_ids", self.layout.pad_token_id) if key == "input_ids" else (key, 0)
-            batch[key] = pad([row[start:] for row, start in zip(column, starts, strict=True)], completion_len, fill)
-        return batch
 
 
 def _numbers(examples: Sequence[Example], keys: Sequence[str]) -> Batch:

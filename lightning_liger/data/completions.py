@@ -16,15 +16,11 @@ from lightning_liger.data.sources import fingerprints
 from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_files
 
 # Published with the data: https://github.com/tatsu-lab/stanford_alpaca#data-release
-ALPACA_TEMPLATE = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:"
+_ALPACA = (
+    "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{instruction}{input}\n\n### Response:"
 )
-ALPACA_TEMPLATE_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
+_ALPACA_WITH_INPUT = ", paired with an input that provides further context"
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
@@ -125,17 +121,17 @@ class ConversationDataModule(_SupervisedDataModule):
 
     @override
     def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
-        if record.has("conversations") and not record.has("messages"):
-            messages = [_sharegpt(record, turn) for turn in record.items("conversations")]
-        else:
-            messages = record.items("messages")
+        is_shared = record.has("conversations") and not record.has("messages")
+        messages = record.items("conversations" if is_shared else "messages")
+        if is_shared:
+            messages = [_sharegpt(record, turn) for turn in messages]
         return encoder.conversation(record, record.as_messages("messages", messages), self.train_on)
 
 
 def _alpaca_prompt(record: Record) -> str:
     text = record.text("input") if record.has("input") else ""
-    template = ALPACA_TEMPLATE_WITH_INPUT if text else ALPACA_TEMPLATE
-    return template.format(instruction=record.text("instruction"), input=text)
+    more, text = (_ALPACA_WITH_INPUT, f"\n\n### Input:\n{text}") if text else ("", "")
+    return _ALPACA.format(more=more, instruction=record.text("instruction"), input=text)
 
 
 def _sharegpt(record: Record, turn: Any) -> Message:

@@ -20,8 +20,6 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Encoder:
-    """Token ids of texts and messages."""
-
     tokenizer: PreTrainedTokenizerBase
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template; those of a record win over them."""
@@ -29,15 +27,10 @@ class Encoder:
     def _ids(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         # In one call: tokenizers share several texts among the cores.
         encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return encoded["input_ids"]
 
     def split(self, record: Record, prompt: Text, completions: Sequence[Text]) -> tuple[list[int], list[list[int]]]:
-        """The ids of a prompt, and of each of its completions.
-
-        A token that begins in the prompt and ends in a completion belongs to the completion: the prompt is the longest
-        common prefix of the prompt tokenized alone and with each completion.
-        """
+        """The ids of a prompt, the longest common prefix of it alone and with each completion, and of completions."""
         if len({isinstance(each, str) for each in (prompt, *completions)}) != 1:
             raise record.error("prompt and completions must be either all strings, or all lists of messages")
         if isinstance(prompt, str):
@@ -72,8 +65,7 @@ class Encoder:
     def conversation(self, record: Record, messages: list[Message], train_on: TrainOn) -> tuple[list[int], list[int]]:
         """The ids of a conversation, and a mask of the same length: 1 at tokens to learn.
 
-        Those of assistant messages are what the chat template marks with ``{% generation %}``; of a template without
-        it, what follows the messages before them and the generation prompt.
+        Without ``{% generation %}`` in the template they are what follows other messages and the generation prompt.
         """
         if train_on == "all":
             (ids,) = self._ids([self.render(record, messages)])
@@ -87,12 +79,12 @@ class Encoder:
             ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         else:
             ids, mask = self._masked_by_prefixes(record, messages, train_on == "last")
-        if train_on == "last":
-            end = max((place + 1 for place, value in enumerate(mask) if value), default=0)
-            start = end - sum(1 for _ in takewhile(bool, reversed(mask[:end])))
-            mask = [int(start <= place < end) for place in range(len(mask))]
         if not any(mask):
             raise record.error("the chat template marks no token of an assistant's message")
+        if train_on == "last":
+            end = len(mask) - mask[::-1].index(1)
+            start = end - [*mask[:end][::-1], 0].index(0)
+            mask = [int(start <= place < end) for place in range(len(mask))]
         return ids, mask
 
     def _masked_by_prefixes(
@@ -121,7 +113,5 @@ class Encoder:
 
 def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The number of items at the beginning that are equal."""
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return place
-    return min(len(first), len(second))
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,11 +66,7 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
         self._template = None if chat_template is None else _read_template(chat_template)
 
     def _encode(self, record: Record, encoder: Encoder) -> Iterator[dict[str, np.ndarray]]:
-        """The examples of a record, not truncated; :func:`first_learned` gives two of their values.
-
-        Raises:
-            ValueError: If the record is wrong.
-        """
+        """The examples of a record, not truncated; :func:`first_learned` gives two of their values."""
         raise NotImplementedError
 
     @override
@@ -89,51 +86,41 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
         encoder, names = Encoder(tokenizer, self.chat_template_kwargs), None
         for record in items:
             for example in self._encode(record.renamed(self.columns), encoder):
-                names = names or set(example)
-                if differing := sorted(names ^ set(example)):
-                    which = "lacks" if differing[0] in names else "has"
-                    raise record.error(
-                        f"all records must have the same optional fields, and this one {which} the"
-                        f" values of {differing[0]!r}, unlike those before it"
-                    )
+                names = names or example.keys()
+                if differing := sorted(names ^ example.keys()):
+                    which = f"{'lacks' if differing[0] in names else 'has'} the values of {differing[0]!r}"
+                    problem = "all records must have the same optional fields, and this one"
+                    raise record.error(f"{problem} {which}, unlike those before it")
                 yield example
 
     @override
     def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
         """The rows of which truncation leaves something to learn."""
         limit, truncation = self._layout.max_length, self._layout.truncation
-        if limit is None:
+        places = np.flatnonzero(rows[truncation][:] < (sys.maxsize if limit is None else limit))
+        if len(places) == len(rows):
             return rows
-        places = np.flatnonzero(rows[truncation][:] < limit)
-        if num_dropped := len(rows) - len(places):
-            kept = "first" if truncation == "keep_start" else "last"
-            message = (
-                f"{num_dropped} of {len(rows)} {split} examples of {self._corpus(split)} are left out: their {kept}"
-                f" {limit} tokens (data.max_length) have nothing to learn"
-            )
-            if not len(places):
-                raise ValueError(f"{message}. Give a larger data.max_length.")
-            rank_zero_warn(f"{message}.")
-            rows = rows.select(places)
-        return rows
+        kept = "first" if truncation == "keep_start" else "last"
+        message = (
+            f"{len(rows) - len(places)} of {len(rows)} {split} examples of {self._corpus(split)} are left out: their"
+            f" {kept} {limit} tokens (data.max_length) have nothing to learn"
+        )
+        if not len(places):
+            raise ValueError(f"{message}. Give a larger data.max_length.")
+        rank_zero_warn(f"{message}.")
+        return rows.select(places)
 
 
 def ids(values: Any) -> np.ndarray:
-    """Token ids as tables hold them."""
     return np.asarray(values, dtype=np.int32)
 
 
 def floats(values: Any) -> np.ndarray:
-    """Numbers as tables hold them."""
     return np.asarray(values, dtype=np.float32)[()]  # a scalar of a number
 
 
 def scored(record: Record, prompt_ids: list[int], completion_ids: list[int]) -> np.ndarray:
-    """The ids of a completion as tables hold them.
-
-    Raises:
-        ValueError: If no token of it follows another token, so that there is nothing to learn.
-    """
+    """The ids of a completion as tables hold them; raises if there is nothing to learn."""
     if not completion_ids or len(prompt_ids) + len(completion_ids) < 2:
         raise record.error("a completion has no token to learn after the first token of the sequence")
     return ids(completion_ids)
@@ -142,30 +129,24 @@ def scored(record: Record, prompt_ids: list[int], completion_ids: list[int]) -> 
 def first_learned(from_start: int, from_end: int = 0) -> dict[str, np.ndarray]:
     """The largest ``max_length`` that leaves nothing to learn of an example, for each value of ``truncation``.
 
-    Args:
-        from_start: The number of tokens before the first one to learn; of a prompt, its length.
-        from_end: The number of tokens from the last one to learn on; 0 if the sequence always ends with one.
+    ``from_start`` tokens are before the first one to learn, and ``from_end`` from the last one to learn on.
     """
     return {"keep_start": np.int32(from_start), "keep_end": np.int32(from_end)}
 
 
 def _check_columns(columns: Any, fields: tuple[str, ...]) -> None:
-    is_dict = columns is None or isinstance(columns, dict)
-    if not is_dict or not all(
-        key in fields and isinstance(name, str) and name for key, name in (columns or {}).items()
+    if not isinstance(columns, dict | None) or any(
+        key not in fields or not isinstance(name, str) or not name for key, name in (columns or {}).items()
     ):
         raise wrong_value("data.columns", f"a dict of strings whose keys are of {', '.join(fields)}, or None", columns)
 
 
 def _check_template_kwargs(kwargs: Any) -> None:
-    expected = "a dict with string keys and values of JSON, or None"
-    try:
+    with suppress(TypeError, ValueError, RecursionError):
         json.dumps(kwargs)
-        is_right = kwargs is None or (isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs))
-    except (TypeError, ValueError, RecursionError):
-        is_right = False
-    if not is_right:
-        raise wrong_type("data.chat_template_kwargs", expected, kwargs)
+        if kwargs is None or (isinstance(kwargs, dict) and all(isinstance(key, str) for key in kwargs)):
+            return
+    raise wrong_type("data.chat_template_kwargs", "a dict with string keys and values of JSON, or None", kwargs)
 
 
 def _read_template(file: Any) -> str:

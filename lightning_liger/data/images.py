@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedTokenizerBase
+from transformers import AutoProcessor
 from typing_extensions import override
 
 from liger_ops import IGNORE_INDEX
@@ -101,7 +101,7 @@ class ImageTextDataModule(BatchesDataModule):
         check_integer("data.max_length", max_length, at_least=2, optional=True)
         self.max_length = max_length
         self.processor: Any = _load_processor(processor)
-        self.text_tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
+        self.text_tokenizer = self.processor.tokenizer
 
     @override
     def _read(self, split: Split) -> list[dict[str, Any]]:
@@ -114,12 +114,7 @@ class ImageTextDataModule(BatchesDataModule):
 
 
 def load_image(source: Path | bytes) -> Any:
-    """An image of a file or of its content, as pillow reads it: ``[height, width, 3]``, red, green and blue.
-
-    Raises:
-        ModuleNotFoundError: If pillow is not installed.
-        ValueError: If it cannot be read.
-    """
+    """An image of a file or of its content, as pillow reads it: ``[height, width, 3]``, red, green and blue."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -134,9 +129,9 @@ def load_image(source: Path | bytes) -> Any:
 def _load_processor(processor: Any) -> Any:
     if isinstance(processor, Mapping):
         needed = {"tokenizer", "image_size", "tokens_per_image"}
-        if not needed <= processor.keys() <= needed | {"image_token"}:
-            raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(needed))}", processor)
-        return _plain_processor(**processor)
+        if needed <= processor.keys() <= needed | {"image_token"}:
+            return _plain_processor(**processor)
+        raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(needed))}", processor)
     check_path("data.processor", processor)
     folder = os.path.expanduser(processor)
     try:

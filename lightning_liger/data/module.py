@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import tokenizers
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import datasets  # slow to import, so functions import it
 
 Split = Literal["train", "validation"]
-_T = TypeVar("_T")
 _FORMAT_VERSION = 4  # part of the cache key: raise it when the files change for the same settings
 
 
@@ -67,6 +66,8 @@ class BatchesDataModule(L.LightningDataModule):
     """Of the files that are read."""
     _rows_name = "rows"
     """The rows as messages name them."""
+    text_tokenizer: PreTrainedTokenizerBase | None = None
+    """The tokenizer, after ``setup``."""
 
     def __init__(
         self,
@@ -105,7 +106,6 @@ class BatchesDataModule(L.LightningDataModule):
         return f"{setting}={str(path)!r}"
 
     def _files(self, split: Split) -> list[Path]:
-        """The files of a split; raises if there are none."""
         return files_at(*self._place(split), self._suffixes)
 
     def _read(self, split: Split) -> Any:
@@ -124,24 +124,24 @@ class BatchesDataModule(L.LightningDataModule):
         elif places := held_out_places(len(rows), self.validation_fraction, self.seed):
             self.train_data = Subset(rows, [place for place in range(len(rows)) if place not in places])
             self.validation_data = Subset(rows, sorted(places))
-        self._check_enough_to_train(stage)
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        # Lightning keeps a DistributedSampler and sets its epoch. The sampler that it would add itself takes its seed
-        # from the environment.
-        train_data = self._after_setup(self.train_data)
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            train_data, **self._shard(), shuffle=True, seed=self.seed, drop_last=True
-        )
-        return resumable(self._dataloader("train", train_data, sampler=sampler, drop_last=True))
+        """Training rows in an order of ``seed`` and the epoch; raises ValueError unless each process gets a batch."""
+        rows, shard = self._after_setup(self.train_data), self._shard()
+        num_shards = shard["num_replicas"]
+        if len(rows) < (needed := self.batch_size * num_shards):
+            raise ValueError(
+                f"{self._corpus()} has {len(rows)} train {self._rows_name}, but {needed} are needed: one batch of"
+                f" data.batch_size={self.batch_size} for each of {num_shards} processes."
+            )
+        # Lightning keeps it and sets its epoch. The one that it would add itself takes its seed from the environment.
+        sampler: Any = DistributedSampler(rows, **shard, shuffle=True, seed=self.seed, drop_last=True)
+        return resumable(self._dataloader("train", rows, sampler=sampler, drop_last=True))
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """All validation rows in order; the last batch may be smaller. An empty list without validation data.
-
-        Lightning divides the rows over several processes, and repeats a few of them if they do not divide evenly.
-        """
+        """All validation rows in order; the last batch may be smaller. An empty list without validation data."""
         return [] if self.validation_data is None else self._dataloader("validation", self.validation_data)
 
     @override
@@ -161,26 +161,15 @@ class BatchesDataModule(L.LightningDataModule):
 
     def _shard(self) -> dict[str, int]:
         """Arguments of DistributedSampler: the number of shards (tensor-parallel ranks share one), and this rank's."""
-        from_strategy = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        if from_strategy is not None:
-            return from_strategy
-        if dist.is_available() and dist.is_initialized():  # Fabric, which has no trainer
-            return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
-        return {"num_replicas": 1, "rank": 0}
+        found = getattr(self.trainer, "distributed_sampler_kwargs", None)
+        if found is None and dist.is_available() and dist.is_initialized():  # Fabric, which has no trainer
+            found = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+        return found or {"num_replicas": 1, "rank": 0}
 
-    def _after_setup(self, value: _T | None) -> _T:
+    def _after_setup(self, value: Any) -> Any:
         if value is None:
             raise RuntimeError(f"{type(self).__name__} has no data before setup(): call setup() first.")
         return value
-
-    def _check_enough_to_train(self, stage: str | None) -> None:
-        """Raises ValueError unless each process gets a batch."""
-        num_shards, num_rows = self._shard()["num_replicas"], len(self.train_data)
-        if stage in (None, "fit") and num_rows < self.batch_size * num_shards:
-            raise ValueError(
-                f"{self._corpus()} has {num_rows} train {self._rows_name}, but {self.batch_size * num_shards} are"
-                f" needed: one batch of data.batch_size={self.batch_size} for each of {num_shards} processes."
-            )
 
 
 class SequencesDataModule(BatchesDataModule):
@@ -194,8 +183,6 @@ class SequencesDataModule(BatchesDataModule):
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
     """
 
-    text_tokenizer: PreTrainedTokenizerBase | None = None
-    """The tokenizer, after ``setup``."""
     _collator_type: Callable[[Layout], Callable[..., Any]]
 
     def __init__(
@@ -256,12 +243,10 @@ class TokenizedDataModule(BatchesDataModule):
             tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
         self.tokenizer, self.vocab_size, self.prompt = tokenizer, int(vocab_size), prompt
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
-        self.text_tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizer_state: dict[str, Any] = {}
         self._loaded: tuple[PreTrainedTokenizerBase, Any] | None = None  # of a checkpoint, with its source
 
     def _rows(self, items: Iterable[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        """The rows of the cache."""
         raise NotImplementedError
 
     def _items(self, split: Split) -> Iterable[Any]:
@@ -278,24 +263,20 @@ class TokenizedDataModule(BatchesDataModule):
         return train_bpe_tokenizer(chain.from_iterable(map(strings, self._items("train"))), self.vocab_size)
 
     @property
-    def _splits(self) -> tuple[Split, ...]:
-        validates = self.validation_path is not None or self.validation_fraction > 0
-        return ("train", "validation") if validates else ("train",)
+    def _splits(self) -> list[Split]:
+        return ["train", "validation"] if self.validation_path is not None or self.validation_fraction else ["train"]
 
     @property
     def cache_folder(self) -> Path:
         """The folder for this corpus and these settings; its name is a hash of all that determines its content."""
-        content = json.dumps(self._content_settings()).encode()
-        return self.cache_dir / hashlib.sha256(content).hexdigest()[:20]
-
-    def _content_settings(self) -> dict[str, Any]:
-        return {
+        settings = {
             "versions": (_FORMAT_VERSION, tokenizers.__version__, transformers.__version__),
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
             "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer)),
             "files": [(*self._place(split)[:1], *fingerprints(self._files(split))) for split in self._splits],
             **{name: getattr(self, name) for name in self._settings_of_tokens},
         }
+        return self.cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
 
     @override
     def prepare_data(self) -> None:
@@ -311,7 +292,6 @@ class TokenizedDataModule(BatchesDataModule):
         self._take_tokenizer()
         for split in self._splits:
             setattr(self, f"{split}_data", self._usable(split, self._cached(split)))
-        self._check_enough_to_train(stage)
 
     def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:
         """The rows that batches are made of."""
@@ -359,11 +339,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the tokenizer of a checkpoint, to predict or before ``setup``; else compares it with this one.
-
-        Raises:
-            ValueError: If it is not the tokenizer of this data module.
-        """
+        """Takes the tokenizer of a checkpoint, to predict or before ``setup``; else compares it with this one."""
         if not isinstance(state_dict, dict):
             raise wrong_type("state_dict", "a dict, as state_dict() returns", state_dict)
         if not state_dict:
@@ -379,13 +355,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
-        """``prompt`` as one row, encoded by the checkpoint's tokenizer.
-
-        Without a checkpoint, and with one that holds no tokenizer, by that of ``tokenizer`` or the corpus.
-
-        Raises:
-            ValueError: If there is no prompt, or it has no tokens.
-        """
+        """``prompt`` as one row, encoded by the checkpoint's tokenizer, or else that of ``tokenizer`` or the corpus."""
         if not self.prompt:
             raise wrong_value("data.prompt", "the text that predict continues", self.prompt)
         if self._predicts and self.text_tokenizer is None:
@@ -419,9 +389,8 @@ class TokenizedDataModule(BatchesDataModule):
 
     @property
     def _tokenizer_source(self) -> str:
-        if self.tokenizer is not None:
-            return f"data.tokenizer={str(self.tokenizer)!r}"
-        return f"a tokenizer trained on {self._corpus()}"
+        trained = f"a tokenizer trained on {self._corpus()}"
+        return trained if self.tokenizer is None else f"data.tokenizer={str(self.tokenizer)!r}"
 
     def _compare_with_checkpoint(self, own: PreTrainedTokenizerBase) -> None:
         if self._loaded is not None and not same_tokenizer(own, self._loaded[0]):
@@ -444,5 +413,4 @@ def num_held_out(total: int, fraction: float) -> int:
 
 
 def held_out_places(total: int, fraction: float, seed: int) -> set[int]:
-    """Which of ``total`` are held out."""
     return set(random.Random(seed).sample(range(total), num_held_out(total, fraction)))

@@ -140,12 +140,7 @@ class _MismatchedExamples(Dataset[dict[str, Any]]):
 
 
 def mismatched(prompts: np.ndarray, seed: int) -> np.ndarray:
-    """A permutation of examples in which no prompt stays, if none is that of more than half of them.
-
-    Args:
-        prompts: A number for each prompt, ``[num_examples]``, of at least one example.
-        seed: Determines the permutation.
-    """
+    """A permutation of examples in which none keeps its prompt, if no prompt is that of more than half of them."""
     _, groups, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
     order = np.argsort(np.random.default_rng(seed).permutation(len(sizes))[groups], kind="stable")
     others = np.empty_like(order)

@@ -1,8 +1,6 @@
 """Records: the objects of JSON lines, JSON and Parquet files, whose errors name the file and the line or row.
 
-Files are read here, and not by ``datasets``: it takes the type of a field from its first values, so that a prompt that
-is a string in one record and messages in another is an error, text that looks like a date is not text, and errors do
-not say which record is wrong.
+``datasets`` would take the type of a field from its first values, and its errors do not say which record is wrong.
 """
 
 import json
@@ -30,7 +28,6 @@ class Record:
     """The setting, the file and the line, as errors name them."""
 
     def error(self, problem: str) -> ValueError:
-        """The error for a record with this problem."""
         return ValueError(f"{self.place}: {problem}")
 
     def check(
@@ -52,10 +49,10 @@ class Record:
         return self.values.get(key) is not None
 
     def _get(self, key: str) -> Any:
-        if not self.has(key):
-            problem = "is null" if key in self.values else "is missing"
-            raise self.error(f"the field {key!r} {problem}; keys found: {shown(sorted(map(str, self.values)))}")
-        return self.values[key]
+        if self.has(key):
+            return self.values[key]
+        problem = "is null" if key in self.values else "is missing"
+        raise self.error(f"the field {key!r} {problem}; keys found: {shown(sorted(map(str, self.values)))}")
 
     def text(self, key: str) -> str:
         return self.check(key, self._get(key), str, "a string")
@@ -85,10 +82,10 @@ class Record:
     def as_ids(self, key: str, value: Any) -> list[int]:
         return self.check(key, value, list, "a list of token ids", lambda ids: all(map(_is_id, ids)))
 
-    def text_or_messages(self, key: str) -> Text:
-        return self.as_text_or_messages(key, self._get(key))
-
-    def as_text_or_messages(self, key: str, value: Any) -> Text:
+    def text_or_messages(self, key: str, index: int | None = None) -> Text:
+        """A field, or the item of a list that is one."""
+        value = self._get(key) if index is None else self.items(key)[index]
+        key = key if index is None else f"{key}[{index}]"
         return value if isinstance(value, str) else self.as_messages(key, value)
 
     def as_messages(self, key: str, value: Any) -> list[Message]:
@@ -126,9 +123,6 @@ def read_records(setting: str, files: Iterable[Path]) -> Iterator[Record]:
     """Iterates over the records of files, in order; ``setting`` names their path in errors.
 
     A .parquet file has one record per row; a .json file a list of objects, or lines; all others have one object a line.
-
-    Raises:
-        ValueError: For a file that cannot be read, a line that is not JSON in UTF-8, and a record that is no object.
     """
     for file in files:
         place = where = f"{setting}: {file}"

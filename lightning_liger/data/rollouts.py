@@ -83,18 +83,13 @@ class RolloutDataModule(ExamplesDataModule):
             prompt_ids = record.as_ids("prompt_ids", record.items("prompt_ids"))
             completions = record.items("completion_ids")
             return prompt_ids, [record.as_ids("completion_ids", each) for each in completions]
-        texts = [
-            record.as_text_or_messages(f"completions[{index}]", each)
-            for index, each in enumerate(record.items("completions"))
-        ]
+        texts = [record.text_or_messages("completions", index) for index in range(len(record.items("completions")))]
         return encoder.split(record, record.text_or_messages("prompt"), texts)
 
 
 def _token_values(record: Record, key: str, lengths: list[int]) -> np.ndarray:
-    rows = record.items(key)
-    if len(rows) != len(lengths):
-        raise record.error(
-            f"the field {key!r} must have a list for each of {len(lengths)} completions, got {len(rows)}"
-        )
+    rows, number = record.items(key), len(lengths)
+    if len(rows) != number:
+        raise record.error(f"the field {key!r} must have a list for each of {number} completions, got {len(rows)}")
     found = [record.as_numbers(f"{key}[{index}]", row, lengths[index]) for index, row in enumerate(rows)]
     return floats([*chain.from_iterable(found)])

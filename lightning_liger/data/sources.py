@@ -9,15 +9,20 @@ from typing import Any
 from liger_ops.arguments import check_path, wrong_value
 from lightning_liger.data.records import read_records
 
-JSON_LINES_SUFFIX = ".jsonl"
-RECORD_SUFFIXES = (JSON_LINES_SUFFIX, ".json", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
 # Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", JSON_LINES_SUFFIX)
-
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 # Folders of the standard library that hold tests, third-party code, or tables of characters instead of programs.
-_LIBRARY_SKIPPED = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "encodings", "__pycache__"}
-)
+_LIBRARY_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "lib2to3",
+    "encodings",
+    "__pycache__",
+}
 
 
 def python_library_files() -> list[Path]:
@@ -36,10 +41,6 @@ def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files:
     """The file at ``path``, or all in the folder that have one of the suffixes, in a fixed order without hidden ones.
 
     ``setting`` names the path in errors. With ``other_files`` a file may have another suffix.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If ``path`` is empty, or a file with another suffix.
     """
     check_path(setting, path)
     root = Path(os.path.expanduser(path))  # Path.expanduser raises for unknown users
@@ -56,13 +57,13 @@ def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files:
 
 
 def read_documents(setting: str, files: Iterable[Path], text_field: str = "text") -> Iterator[str]:
-    """Iterates over documents, but for those of white space: each file, or each line of ``.jsonl`` files.
-
-    Raises:
-        ValueError: If a file is not UTF-8 text, or a line is not a JSON object with a string under ``text_field``.
-    """
-    texts = (text for file in files for text in _texts(setting, file, text_field))
-    return (text for text in texts if text.strip())
+    """Iterates over documents, but for those of white space: each file, or each line of ``.jsonl`` files."""
+    for file in files:
+        if file.suffix.lower() == ".jsonl":
+            records = read_records(f"{setting} (data.text_field={text_field!r})", [file])
+            yield from filter(str.strip, (record.text(text_field) for record in records))
+        elif (text := _text(setting, file)).strip():
+            yield text
 
 
 def fingerprints(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -79,15 +80,11 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: Collection[str] = ()) 
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
-def _texts(setting: str, file: Path, text_field: str) -> Iterator[str]:
-    if file.suffix.lower() == JSON_LINES_SUFFIX:
-        for record in read_records(f"{setting} (data.text_field={text_field!r})", [file]):
-            yield record.text(text_field)
-        return
+def _text(setting: str, file: Path) -> str:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{setting}: {file} is not UTF-8 text: {error}") from error
     if (place := text.find("\0")) >= 0:  # binary data or UTF-16, which may also be valid UTF-8
         raise ValueError(f"{setting}: {file} is not UTF-8 text: the character {place} is a null character")
-    yield text
+    return text

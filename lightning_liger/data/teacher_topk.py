@@ -1,23 +1,13 @@
 """A teacher's most likely tokens, stored for distillation: one safetensors file or several, mapped into memory.
 
-The tensors of a file, of R rows with N tokens in all:
-
-- ``offsets`` ``[R + 1]``, int64: row i has the tokens from ``offsets[i]`` to ``offsets[i + 1]``
-- ``input_ids`` ``[N]``, int32
-- ``labels`` ``[N]``, int32, not shifted, -100 where nothing is learned
-- ``teacher_topk_ids`` ``[N, K]``, int32
-- ``teacher_topk_log_probs`` ``[N, K]``, float32 or float16: natural logarithms, -inf where there are fewer than K
-
-As logits, the entries at a token are about the next token. The metadata of the file, strings, are ``format``
-(``lightning_liger.teacher_topk``), ``format_version``, ``num_rows``, ``top_k``, ``temperature`` (by which the teacher's
-logits were divided) and ``tokenizer_hash`` (:func:`tokenizer_hash`, or nothing).
+Rows stand end to end, row i from ``offsets[i]`` to ``offsets[i + 1]``; docs/data.md has the tensors and the metadata.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,16 +78,14 @@ def write_teacher_topk(
     check_choice("dtype", dtype, ("float32", "float16"))
     with TemporaryDirectory(dir=file.parent) as folder:
         top_k, offsets = None, [0]
-        with ExitStack() as stack:
-            # Each tensor is written to a file of its own, and these are mapped into memory to be joined.
-            parts = {name: stack.enter_context(Path(folder, name).open("wb")) for name in _OF_TOKENS}
-            for index, row in enumerate(rows):
-                checked = _checked(f"rows[{index}]", row, top_k)
-                top_k = checked[_IDS].shape[1]
-                checked[_LOG_PROBS] = checked[_LOG_PROBS].astype(dtype)
-                offsets.append(offsets[-1] + len(checked["input_ids"]))
-                for name, part in parts.items():
-                    checked[name].tofile(part)
+        for index, row in enumerate(rows):
+            checked = _checked(f"rows[{index}]", row, top_k)
+            top_k = checked[_IDS].shape[1]
+            checked[_LOG_PROBS] = checked[_LOG_PROBS].astype(dtype)
+            offsets.append(offsets[-1] + len(checked["input_ids"]))
+            for name, values in checked.items():  # to a file for each tensor; these are mapped into memory to be joined
+                with Path(folder, name).open("ab") as part:
+                    values.tofile(part)
         if top_k is None:
             raise wrong_value("rows", "at least one row", rows)
         tensors = {
@@ -155,12 +143,11 @@ def _array(name: str, value: Any, key: str) -> np.ndarray:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths
         raise wrong_type(name, "an array", value) from error
-    if key == _LOG_PROBS:
-        if not tensor.is_floating_point():
-            raise wrong_type(name, "an array of floating-point numbers", value)
+    is_of_numbers = key == _LOG_PROBS
+    if tensor.is_floating_point() != is_of_numbers or tensor.dtype in (torch.bool, torch.complex64):
+        raise wrong_type(name, f"an array of {'floating-point numbers' if is_of_numbers else 'integers'}", value)
+    if is_of_numbers:
         return tensor.float().numpy()
-    if tensor.is_floating_point() or tensor.dtype in (torch.bool, torch.complex64):
-        raise wrong_type(name, "an array of integers", value)
     tensor = tensor.long()
     if ((tensor < 0) & ((key != "labels") | (tensor != IGNORE_INDEX)) | (tensor >= 2**31)).any():
         expected = f"ids of at least 0{', or -100' if key == 'labels' else ''}"
@@ -169,11 +156,7 @@ def _array(name: str, value: Any, key: str) -> np.ndarray:
 
 
 class TeacherTopKFile(Dataset[dict[str, Any]]):
-    """Rows of a file of :func:`write_teacher_topk`, mapped into memory.
-
-    Raises:
-        ValueError: If the file is truncated, or not of the layout.
-    """
+    """Rows of a file of :func:`write_teacher_topk`, mapped into memory."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -202,18 +185,15 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
                 expected = f"{' or '.join(dtypes)} of shape {shape}"
                 raise ValueError(f"{file}: the tensor {name!r} must be {expected}, got {layout.get(name)}")
         self._offsets: np.ndarray = self._tensors["offsets"][:]
-        if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or bool((np.diff(self._offsets) < 1).any()):
+        if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or (np.diff(self._offsets) < 1).any():
             raise ValueError(f"{file}: the tensor 'offsets' must rise from 0 to {num_tokens}, got {self._offsets}")
 
     def _number(self, key: str) -> float:
-        text = self.metadata.get(key)
-        try:
-            value = float(text or "")
-        except ValueError:
-            value = float("nan")
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{self.file}: the metadata {key!r} must be a number above 0, got {text!r}")
-        return value
+        text = self.metadata.get(key, "")
+        with suppress(ValueError):
+            if 0 < float(text) < float("inf"):
+                return float(text)
+        raise ValueError(f"{self.file}: the metadata {key!r} must be a number above 0, got {text!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TeacherTopKFile, (self.file,)
@@ -254,35 +234,29 @@ class TeacherTopKDataModule(SequencesDataModule):
         super().__init__(max_length=max_length, **settings)
         check_integer("data.pad_token_id", pad_token_id, at_least=0, optional=True)
         if tokenizer is not None:
-            tokenizer_files(tokenizer)
+            tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
+            self.text_tokenizer = load_tokenizer(tokenizer)
         self.tokenizer, self.pad_token_id = tokenizer, pad_token_id
         self.temperature: float | None = None
         self.top_k: int | None = None
-
-    @override
-    def setup(self, stage: str | None = None) -> None:
-        if self.tokenizer is not None:
-            self.text_tokenizer = load_tokenizer(self.tokenizer)
-        super().setup(stage)
 
     @override
     def _read(self, split: Split) -> ConcatDataset[dict[str, Any]]:
         data = [TeacherTopKFile(file) for file in self._files(split)]
         known = "" if self.text_tokenizer is None else tokenizer_hash(self.text_tokenizer)
         for file in data:
+            place, own = f"{self._place(split)[0]}: {file.file}", file.tokenizer_hash
             self.temperature, self.top_k = self.temperature or file.temperature, self.top_k or file.top_k
             if (file.temperature, file.top_k) != (self.temperature, self.top_k):
                 raise ValueError(
-                    f"{self._place(split)[0]}: {file.file} has top_k={file.top_k} and temperature={file.temperature},"
-                    f" others top_k={self.top_k} and temperature={self.temperature}; expected the same in all files"
+                    f"{place} has top_k={file.top_k} and temperature={file.temperature}, others top_k={self.top_k} and"
+                    f" temperature={self.temperature}; expected the same in all files"
                 )
-            known = known or file.tokenizer_hash
-            if file.tokenizer_hash not in ("", known):
+            known = known or own
+            if own not in ("", known):
                 others = "other files" if self.tokenizer is None else f"data.tokenizer={str(self.tokenizer)!r}"
-                raise ValueError(
-                    f"{self._place(split)[0]}: {file.file} has the tokens of another tokenizer (hash"
-                    f" {file.tokenizer_hash[:12]}) than {others} ({known[:12]})"
-                )
+                wrong = f"has the tokens of another tokenizer (hash {own[:12]}) than {others} ({known[:12]})"
+                raise ValueError(f"{place} {wrong}")
         return ConcatDataset(data)
 
     @property

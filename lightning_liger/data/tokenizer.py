@@ -1,7 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, one from a folder, or one from a checkpoint.
-
-Nothing is downloaded, and no code that comes with a tokenizer is run.
-"""
+"""Tokenizers, trained on the corpus, from a folder or from a checkpoint; no code that comes with one is run."""
 
 import json
 import os
@@ -20,19 +17,16 @@ from liger_ops.arguments import check_integer, check_path, wrong_value
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, so that any text can be encoded, and END_OF_TEXT
 MAX_VOCAB_SIZE = 2**24  # for far more, the library that trains them ends the process
-# Training 16384 tokens on two cores takes 3 s for the 10 MB of the standard library (a tokenizer trained on a third of
-# them needs 3 % more tokens), and 26 s for 14 MB of text like Chinese: without spaces, whole clauses count as words.
-MAX_TRAINING_BYTES = 12_000_000
+MAX_TRAINING_BYTES = 12_000_000  # half a minute of text like Chinese: without spaces, whole clauses count as words
 # At most 8 million characters are tokenized at a time: the encodings take about a hundred times the space of the ids.
 _PIECE_CHARACTERS = 65_536
 _PIECES_PER_BATCH = 128
 
 
 def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE: it encodes any text, and decoding returns exactly that text.
+    """Trains a byte-level BPE, deterministically; decoding returns exactly any text that was encoded.
 
-    ``<|endoftext|>`` is its end-of-sequence and padding token and has the id 0. Training is deterministic. Of more
-    than `MAX_TRAINING_BYTES`, evenly spaced documents are used.
+    ``<|endoftext|>`` is its end-of-sequence and padding token and has the id 0.
     """
     check_integer("vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
     tokenizer = Tokenizer(models.BPE())
@@ -50,11 +44,7 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
 
 
 def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[Path]:
-    """The files in the folder of a tokenizer, sorted.
-
-    Raises:
-        FileNotFoundError: If ``path`` is not a folder, or has no ``tokenizer.json`` or ``tokenizer_config.json``.
-    """
+    """The files in the folder of a tokenizer, sorted; raises if it is none."""
     check_path(setting, path)
     folder = os.path.expanduser(path)
     files = sorted(file for file in Path(folder).iterdir() if file.is_file()) if os.path.isdir(folder) else []
@@ -67,11 +57,7 @@ def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[P
 
 
 def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a Hugging Face tokenizer from a folder; in errors it is ``described``, or data.tokenizer with the path.
-
-    Raises:
-        ValueError: If the folder holds no tokenizer, or one without an end-of-sequence token.
-    """
+    """Loads a Hugging Face tokenizer from a folder; in errors it is ``described``, or data.tokenizer with the path."""
     described = described or f"data.tokenizer={str(path)!r}"
     folder = os.path.expanduser(path)
     try:
@@ -84,11 +70,7 @@ def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrained
 
 
 def tokenizer_from_content(content: Any, described: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from the content of its files by their names, as checkpoints hold it.
-
-    Raises:
-        ValueError: If ``content`` is something else, or not that of a tokenizer.
-    """
+    """Loads a tokenizer from the content of its files by their names, as checkpoints hold it."""
     # A name with folders could overwrite files elsewhere.
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and Path(name).name == name not in ("", "..") and isinstance(value, bytes)
@@ -131,8 +113,7 @@ def keep_tokenizer(folder: Path, make: Callable[[], PreTrainedTokenizerBase]) ->
 def token_blocks(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Rows of ``block_size`` tokens, ``input_ids`` in int32: the documents, each with an end-of-sequence token, end to
-    end. The incomplete last row is left out."""
+    """Full rows of ``block_size`` tokens in int32: the documents, each with an end-of-sequence token, end to end."""
     ids: list[int] = []
     pieces = _pieces(documents)
     while batch := list(islice(pieces, _PIECES_PER_BATCH)):

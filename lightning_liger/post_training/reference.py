@@ -21,7 +21,6 @@ from lightning_liger.losses.options import Count, Share
 from lightning_liger.post_training.base import LigerPostTrainingMixin
 from lightning_liger.post_training.rows import count_sequences
 from lightning_liger.resuming.atomic_io import gather_objects, save_on_all_ranks
-from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import naming_damaged
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -292,7 +291,7 @@ class LigerReferenceMixin(LigerPostTrainingMixin):
         if self.ref_model is None or self.reference not in ("auto", "model"):
             raise wrong_value("sync_ref_model", "False without a ref_model that the loss uses", True)
         shards = any(isinstance(unit, FullyShardedDataParallel) for unit in self.trainer.strategy.model.modules())  # type: ignore[union-attr]
-        if shards or engine_of(self.trainer).handles_gradient_accumulation:
+        if shards or self.trainer.strategy.handles_gradient_accumulation:
             name = type(self.trainer.strategy).__name__
             raise ValueError(
                 f"sync_ref_model must be False under {name}, whose shards of the two models differ, got True: use"

@@ -4,9 +4,8 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import (
     CONFIG_MAPPING,
@@ -25,19 +24,7 @@ from liger_ops.arguments import check_integer, did_you_mean, shown, wrong_type, 
 def build_config(
     pretrained: str | None = None, model_type: str = "llama", settings: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder, or else of an architecture, with ``settings`` in place of its own.
-
-    Args:
-        pretrained: Folder of a Hugging Face checkpoint, or None.
-        model_type: As in a ``config.json``; unused with ``pretrained``.
-        settings: By name, as in a ``config.json``.
-
-    Raises:
-        FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
-        TypeError: For an argument of a wrong type.
-        ValueError: For an architecture that is no causal LM, a setting that it does not have, or a value that it
-            refuses.
-    """
+    """The configuration of a checkpoint folder, or else of an architecture, with ``settings`` in place of its own."""
     if pretrained is not None:
         if not isinstance(pretrained, str | Path):
             raise wrong_type("pretrained", "the path of a Hugging Face checkpoint folder, or None", pretrained)
@@ -52,19 +39,17 @@ def build_config(
             "model_type must be an architecture that transformers knows (transformers.CONFIG_MAPPING lists them), got"
             f" {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING.keys(), most=5)}"
         )
-    if settings is not None and not isinstance(settings, Mapping):
-        raise wrong_type("config", "a dict of settings of the architecture, or None", settings)
-    for name in settings or ():
-        if not isinstance(name, str):
-            raise wrong_type("config", "a dict whose keys are names of settings", settings)
-    if "trust_remote_code" in (settings or {}):  # also in a checkpoint's hyperparameters
+    settings = {} if settings is None else settings
+    if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+        raise wrong_type("config", "a dict of settings of the architecture by their names, or None", settings)
+    if "trust_remote_code" in settings:  # also in a checkpoint's hyperparameters
         raise ValueError("config must not have trust_remote_code: code in the checkpoint's folder is never run")
 
     default = _build(pretrained, model_type, {})
     if auto_class(default) is None:
         argument, value = ("model_type", model_type) if pretrained is None else ("pretrained", str(pretrained))
         raise wrong_value(argument, "a causal language model of transformers, of text or of images and text", value)
-    settings = dict(settings or {})
+    settings = dict(settings)
     named = settings.pop("model_type", default.model_type)  # a whole config.json has it
     if named not in (default.model_type, model_type if pretrained is None else None):
         raise wrong_value("config['model_type']", f"{default.model_type!r}, as the architecture", named)
@@ -72,18 +57,11 @@ def build_config(
     return _build(pretrained, model_type, settings)
 
 
-_AUTO_CLASSES = (
-    (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
-    (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
-)
-
-
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' auto class that builds the causal language model of a configuration.
-
-    That of images and text for architectures which have no model of text alone; None for others.
-    """
-    return next((auto for mapping, auto in _AUTO_CLASSES if type(config) in mapping), None)
+    """transformers' auto class of a causal language model, of images and text if none is of text alone; or None."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
 
 
 def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -100,10 +78,7 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def _check_settings(
-    path: str,
-    default: PreTrainedConfig,
-    build: Callable[[Mapping[str, Any]], PreTrainedConfig],
-    settings: Mapping[str, Any],
+    path: str, default: PreTrainedConfig, build: Callable[..., Any], settings: Mapping[str, Any]
 ) -> None:
     """Raises for names that ``default``, or a configuration in it, does not have, and for some impossible values."""
     saved = default.to_dict()  # `hasattr` raises for settings that differ between layers
@@ -117,14 +92,13 @@ def _check_settings(
         elif name not in saved and not hasattr(default, name):
             changed = build({name: value}).to_dict()  # of another setting, if it is a former name
             if all(changed[key] == saved.get(key) for key in changed if key != name):
-                close = get_close_matches(name, list(saved), n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(name, saved)
                 expected = f"settings of {default.model_type!r}"
                 raise ValueError(f"{path} must be {expected}, got {name!r}: {shown(value)}{hint}")
         elif isinstance(value, Mapping) and name in default.sub_configs:
 
-            def build_nested(own: Mapping[str, Any], name: str = name) -> PreTrainedConfig:
-                return cast(PreTrainedConfig, getattr(build({name: own}), name))
+            def build_nested(own: Mapping[str, Any], name: str = name) -> Any:
+                return getattr(build({name: own}), name)
 
             architecture = {key: value[key] for key in ("model_type",) if key in value}
             _check_settings(f"{path}[{name!r}]", build_nested(architecture), build_nested, value)
@@ -134,12 +108,10 @@ def _build(pretrained: str | None, model_type: str, settings: Mapping[str, Any])
     settings = copy.deepcopy(dict(settings))  # transformers writes into them
     try:
         if pretrained is None:
-            config = AutoConfig.for_model(model_type, **settings)
-        else:
-            config = AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False, **settings)
+            return AutoConfig.for_model(model_type, **settings)
+        return AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False, **settings)
     except Exception as error:  # of any class, whatever the architecture's own checks do
-        what = f"settings that {model_type!r} takes" if pretrained is None else f"settings that {pretrained!r} takes"
         if pretrained is not None and not settings:
             raise ValueError(f"pretrained must have a valid config.json, got {str(pretrained)!r}: {error}") from error
-        raise ValueError(f"config must be {what}, got {shown(settings)}: {error}") from error
-    return config
+        taker = model_type if pretrained is None else pretrained
+        raise ValueError(f"config must be settings that {taker!r} takes, got {shown(settings)}: {error}") from error

@@ -11,67 +11,61 @@ from lightning_liger.sequences.context_parallel import attention_implementation
 from lightning_liger.training.language_model import LanguageModel
 
 LABELS = ("labels", "shift_labels")
-_INTEGERS = (torch.int64, torch.int32)
 
 
 def check_batch(stage: str, batch: Any, model: LanguageModel) -> None:
-    """Raises unless ``batch`` is one that the default step of ``stage`` can train ``model`` on.
-
-    Raises:
-        TypeError: For tensors of a wrong dtype, and for other values in place of tensors.
-        ValueError: For missing and unknown keys, and for shapes that do not fit.
-    """
+    """Raises unless ``batch`` is one that the default step of ``stage`` can train ``model`` on."""
     keys = [key for key in LABELS if isinstance(batch, Mapping) and batch.get(key) is not None]
     if len(keys) != 1:
-        found = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
             "batch must be a mapping with one of the keys 'shift_labels' and 'labels' for the default"
-            f" {stage} step, got {found}; override the step for batches of another form"
+            f" {stage} step, got {_form(batch)}; override the step for batches of another form"
         )
     model.check_keys(key for key, value in batch.items() if key not in LABELS and value is not None)
     labels = batch[keys[0]]
-    check_tensor(f"batch[{keys[0]!r}]", labels)
-    if labels.dtype != torch.int64:
-        raise wrong_type(f"batch[{keys[0]!r}]", "class indices of dtype torch.int64", labels)
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        raise wrong_type(f"batch[{keys[0]!r}]", "a tensor of class indices, of dtype torch.int64", labels)
     _check_inputs(batch, model)
     _check_fit(keys[0], batch, model)
-    check_packing(model.model, batch.get("position_ids"))
+    _check_packing(model.model, batch.get("position_ids"))
 
 
 def check_prompts(batch: Any) -> None:
     """Raises unless ``batch`` has ``input_ids`` of shape ``[batch_size, seq_len]``."""
     if not isinstance(batch, Mapping) or batch.get("input_ids") is None:
-        found = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f"batch must be a mapping with the key 'input_ids' for predict_step, got {found}")
-    input_ids = batch["input_ids"]
-    if not isinstance(input_ids, Tensor) or input_ids.dtype not in _INTEGERS:
-        raise wrong_type("batch['input_ids']", "a tensor of dtype torch.int64", input_ids)
-    if input_ids.ndim != 2 or not input_ids.numel():
-        raise wrong_value("batch['input_ids']", "a tensor of shape [batch_size, seq_len] with tokens", input_ids)
+        raise ValueError(f"batch must be a mapping with the key 'input_ids' for predict_step, got {_form(batch)}")
+    _check_integers(batch, "input_ids")
+    if batch["input_ids"].ndim != 2 or not batch["input_ids"].numel():
+        expected = "a tensor of shape [batch_size, seq_len] with tokens"
+        raise wrong_value("batch['input_ids']", expected, batch["input_ids"])
+
+
+def _form(batch: Any) -> Any:
+    return sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+
+
+def _check_integers(batch: Mapping[str, Any], *keys: str) -> None:
+    for key in keys:
+        value = batch.get(key)
+        if value is not None and (not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32)):
+            raise wrong_type(f"batch[{key!r}]", "a tensor of dtype torch.int64", value)
 
 
 def _check_inputs(batch: Mapping[str, Any], model: LanguageModel) -> None:
-    for key in ("input_ids", "position_ids"):
-        value = batch.get(key)
-        if value is not None and (not isinstance(value, Tensor) or value.dtype not in _INTEGERS):
-            raise wrong_type(f"batch[{key!r}]", "a tensor of dtype torch.int64", value)
-    embeddings = batch.get("inputs_embeds")
+    _check_integers(batch, "input_ids", "position_ids")
+    input_ids, embeddings = batch.get("input_ids"), batch.get("inputs_embeds")
     if embeddings is not None and not (isinstance(embeddings, Tensor) and embeddings.is_floating_point()):
         raise wrong_type("batch['inputs_embeds']", "a floating-point tensor", embeddings)
-    if not model.reads_tokens:
-        return
-    given = [key for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None]
-    if not given:
+    if model.reads_tokens and input_ids is None and embeddings is None:
         raise ValueError(f"batch must have 'input_ids' or 'inputs_embeds', got {sorted(batch)}")
-    input_ids = batch.get("input_ids")
-    if input_ids is None:
+    size = model.num_embeddings
+    if size is None or not model.reads_tokens or input_ids is None or torch.compiler.is_compiling():
         return
-    vocab_size = model.num_embeddings
-    if vocab_size is not None and input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = input_ids[(input_ids < 0) | (input_ids >= vocab_size)]
+    if input_ids.device.type == "cpu":  # else the host would wait
+        wrong = input_ids[(input_ids < 0) | (input_ids >= size)]
         if wrong.numel():
             raise ValueError(
-                f"batch['input_ids'] must be between 0 and vocab_size - 1 = {vocab_size - 1}, got {int(wrong[0])}"
+                f"batch['input_ids'] must be between 0 and vocab_size - 1 = {size - 1}, got {int(wrong[0])}"
                 f" ({wrong.numel()} of {input_ids.numel()})"
             )
 
@@ -91,23 +85,20 @@ def _check_fit(labels_key: str, batch: Mapping[str, Any], model: LanguageModel) 
     if positions is not None and positions.ndim == 2 and positions.shape not in (shape, (1, shape[1])):
         raise wrong_value("batch['position_ids']", expected, positions)
     mask = batch.get("attention_mask")
-    if mask is None or batch.get("past_key_values") is not None:
-        return
-    if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):  # transformers takes it as it is
+    if mask is None or isinstance(mask, Mapping) or batch.get("past_key_values") is not None:
         return
     check_tensor("batch['attention_mask']", mask)
-    if tuple(mask.shape) != shape:
+    if mask.ndim <= 2 and tuple(mask.shape) != shape:  # transformers takes others as they are
         raise wrong_value("batch['attention_mask']", expected, mask)
 
 
-def check_packing(model: nn.Module, position_ids: Tensor | None) -> None:
+def _check_packing(model: nn.Module, position_ids: Tensor | None) -> None:
     """Raises ValueError for packed documents between which attention would not see a border."""
     if position_ids is None or position_ids.ndim != 2 or len(position_ids) == 1:
         return
     implementation = attention_implementation(model)
-    if "flash" not in implementation:
-        return
-    if bool((position_ids.diff(dim=-1) != 1).any()):  # waits for the device, as flash attention's own look at them
+    # Waits for the device, as flash attention's own look at them.
+    if "flash" in implementation and bool((position_ids.diff(dim=-1) != 1).any()):
         raise ValueError(
             f"attn_implementation={implementation!r} separates packed documents only in a batch of one row, got"
             f" position_ids of shape {tuple(position_ids.shape)} that start again: concatenate the rows into one, or"

@@ -96,9 +96,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         self.save_hyperparameters()
         paths = {name: os.fspath(value) for name, value in self.hparams.items() if isinstance(value, os.PathLike)}
         self.hparams.update(paths)  # checkpoints hold plain objects
-        check_number("learning_rate", learning_rate, at_least=0)
-        check_number("weight_decay", weight_decay, at_least=0)
-        check_number("temperature", temperature, at_least=0)
+        for name in ("learning_rate", "weight_decay", "temperature"):
+            check_number(name, self.hparams[name], at_least=0)
         check_number("embedding_lr_scale", embedding_lr_scale, above=0)
         check_number("min_lr_ratio", min_lr_ratio, at_least=0, at_most=1)
         if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -128,14 +127,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         self.setup("predict")  # the tokenizer may come with the checkpoint
 
     def configure_model(self) -> None:
-        """Builds the model once: on the meta device for strategies that shard it there, else where it will train.
-
-        Without a Trainer, on torch's default device.
-
-        Raises:
-            ValueError: For an architecture that cannot be built on the meta device, weights that do not fit, and a
-                model without the modules that ``lora`` names.
-        """
+        """Builds the model once: on the meta device for strategies that shard it there, else where it will train."""
         if getattr(self, "model", None) is not None:
             return
         self.model = self._build_model()
@@ -218,9 +210,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             ],
             betas=hparams.betas,
         )
-        factors: list[Callable[[int], float]] = [
-            partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups
-        ]
+        factors: Any = [partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups]
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -232,15 +222,13 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         """The steps in which the learning rate of ``module``'s own parameters rises to its peak."""
         return int(self._settings.warmup_steps)
 
-    def _learning_rate_factor(self, step: int, warmup_steps: int | None = None) -> float:
-        warmup = self._settings.warmup_steps if warmup_steps is None else warmup_steps
-        floor = self._settings.min_lr_ratio
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        total = self._num_training_steps
+    def _learning_rate_factor(self, step: int, warmup_steps: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        floor, total = self._settings.min_lr_ratio, self._num_training_steps
         if total is None or floor == 1:
             return 1.0
-        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        progress = min(1.0, (step - warmup_steps) / max(1, total - warmup_steps))
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
     @property
@@ -261,27 +249,18 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     @torch.no_grad()
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Continues prompts of one length.
-
-        Args:
-            batch: ``input_ids`` of shape ``[batch_size, seq_len]``.
-            batch_idx: Unused.
-            dataloader_idx: Unused.
+        """Continues prompts of one length, ``input_ids`` of shape ``[batch_size, seq_len]``.
 
         Returns:
             ``[batch_size, seq_len + new tokens]``, the prompts with their continuations.
-
-        Raises:
-            TypeError: If ``input_ids`` is no tensor of integers.
-            ValueError: If there are none, or not in rows.
         """
         check_prompts(batch)
-        sampling = {"do_sample": True, "temperature": self._settings.temperature} if self._settings.temperature else {}
+        temperature = self._settings.temperature
         generate = cast(Callable[..., Tensor], self.model.generate)  # transformers does not type it
         return generate(
             batch["input_ids"],
             attention_mask=torch.ones_like(batch["input_ids"]),
             max_new_tokens=self._settings.max_new_tokens,
             use_cache=True,
-            **({"do_sample": False} | sampling),
+            **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
         )

@@ -1,9 +1,8 @@
 """The model of a LightningModule as the mixin's steps see it: the inputs that it takes, and its own loss."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import TransformersKwargs
 
-from liger_ops.arguments import shown
+from liger_ops.arguments import did_you_mean, shown
 from lightning_liger.lazy.logits import LazyLogits
 
 # Not among the named arguments of all models that take them, but read by attention and by layers of Mamba.
@@ -33,14 +32,10 @@ class _NoCrossEntropy:
 
     def __call__(self, logits: LazyLogits | Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.value is not None:  # that of further heads, such as one that predicts other tokens, stays
-            further: Tensor = self.original(logits, *args, **kwargs)
-            return further
+            return self.original(logits, *args, **kwargs)
         self._is_traced = torch.compiler.is_compiling()
-        if self._is_traced:
+        with nullcontext() if self._is_traced else torch.inference_mode(False):  # in which it would have no version
             self.value = torch.zeros((), device=logits.device)
-        else:
-            with torch.inference_mode(False):  # else it would have no version
-                self.value = torch.zeros((), device=logits.device)
         return self.value
 
     def was_added_to(self, loss: Tensor) -> bool:
@@ -53,8 +48,7 @@ class _NoCrossEntropy:
 class _NoCache(DynamicCache):
     """A cache of keys and values that stays empty.
 
-    Without any cache, models of transformers look for documents in the positions of the tokens, and the host waits for
-    the device to tell. They do so even for positions that they count themselves.
+    Without any cache, models of transformers look for documents in positions, and the host waits for the device.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -64,16 +58,15 @@ class _NoCache(DynamicCache):
 class LanguageModel:
     """What the steps of :class:`~lightning_liger.LigerLMMixin` know about a model. Made once for each model.
 
-    Args:
-        model: A Hugging Face model, a module that wraps one (torch.compile, peft, FSDP), or any other module whose
-            output has ``logits``.
+    It is one of Hugging Face, a wrapper of one (torch.compile, peft, FSDP), or any whose output has ``logits``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.pretrained = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
         self.known_keys = _known_keys(model, self.pretrained)
-        self._passes_labels = self.pretrained is not None and _takes_labels(model) and _takes_labels(self.pretrained)
+        arguments = [] if self.pretrained is None else [_named_arguments(each) for each in (model, self.pretrained)]
+        self._passes_labels = bool(arguments) and all(takes_any or "labels" in named for named, takes_any in arguments)
         self._no_cross_entropy = _NoCrossEntropy()
         self._finds_documents: bool | None = None  # until the first call with positions
         self._has_warned = False
@@ -108,34 +101,17 @@ class LanguageModel:
         return cache if is_plain else None
 
     def leave_out_cache(self, inputs: dict[str, Any]) -> None:
-        """Makes the call with ``inputs`` keep no keys and values, unless ``use_cache`` is one of them.
-
-        They would be those of all layers, until the end of backward.
-        """
-        if self._makes_cache:
+        """Makes the call with ``inputs`` keep no keys and values until backward, unless they ask for it."""
+        config: Any = getattr(self.pretrained, "config", None)
+        may_make_one = config is not None and (not self.known_keys or "use_cache" in self.known_keys)
+        if may_make_one and any(getattr(each, "use_cache", None) for each in (config, config.get_text_config())):
             inputs.setdefault("use_cache", False)
         # Rows of one document each: nothing says anything about positions.
         if self._no_cache is not None and not inputs.get("use_cache") and inputs.keys() <= {"input_ids", "use_cache"}:
             inputs["past_key_values"] = self._no_cache
 
-    @property
-    def _makes_cache(self) -> bool:
-        """Whether a call makes a cache of keys and values unless ``use_cache=False`` is one of its arguments."""
-        config: Any = getattr(self.pretrained, "config", None)
-        if config is None or (self.known_keys and "use_cache" not in self.known_keys):
-            return False
-        return bool(getattr(config, "use_cache", None) or getattr(config.get_text_config(), "use_cache", None))
-
     def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Calls the model.
-
-        Args:
-            inputs: All that it takes besides labels.
-            labels: ``[batch_size, seq_len]``, for which the model has a loss of its own.
-
-        Raises:
-            ValueError: For packed rows in which documents would see each other, because of an ``attention_mask`` that
-                leaves out tokens within a document, or of an architecture that does not look for documents.
+        """Calls the model with all that it takes besides labels, and labels ``[batch_size, seq_len]``.
 
         Returns:
             Its output; the sum of the losses that it adds to cross entropy, such as a router's, None if it adds none;
@@ -148,15 +124,24 @@ class LanguageModel:
             inputs["decoder_input_ids"] = prepare(labels)
         if not self._passes_labels:
             output = self._call(inputs)
-            self._warn_of_other_losses(output)
+            losses = output.items() if isinstance(output, Mapping) else ()
+            if names := [name for name, value in losses if name.endswith("_loss") and isinstance(value, Tensor)]:
+                name = type(self.model).__name__
+                self._warn(f"{name} returns {names}, which the default steps do not add to the loss")
             return output, None, None
-        with self._without_cross_entropy() as function:
+        model: Any = self.pretrained
+        function = self._no_cross_entropy  # one object, for which torch.compile compiles once
+        function.original, model.loss_function = model.loss_function, function
+        try:
             output = self._call(inputs | {"labels": labels})
             loss = getattr(output, "loss", None)
             if function.value is None:  # a model that calls no loss function
                 self._passes_labels = self._is_encoder_decoder and not prepare
                 return output, None, loss
             return output, loss if loss is not None and function.was_added_to(loss) else None, None
+        finally:
+            model.loss_function = function.original
+            function.original = function.value = None  # holds no graph
 
     def _call(self, inputs: dict[str, Any]) -> Any:
         mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -184,29 +169,13 @@ class LanguageModel:
         """Whether documents are kept apart by nothing but attention's mask, made from ``position_ids``."""
         if torch.compiler.is_compiling():
             return False
-        is_compiled = any(part._compiled_call_impl or "_orig_mod" in part._modules for part in self.model.modules())
+        is_compiled = any(
+            part._compiled_call_impl or name.endswith("_orig_mod") for name, part in self.model.named_modules()
+        )
         model: Any = self.pretrained
         has_borders = model._is_stateful and any(inputs.get(name) is not None for name in _PACKING)
         gets_masks = model.config._attn_implementation in ("eager", "sdpa", "flex_attention")
         return gets_masks and not has_borders and not is_compiled
-
-    @contextmanager
-    def _without_cross_entropy(self) -> Iterator[_NoCrossEntropy]:
-        model: Any = self.pretrained
-        function = self._no_cross_entropy  # one object, for which torch.compile compiles once
-        original = function.original = model.loss_function
-        model.loss_function = function
-        try:
-            yield function
-        finally:
-            model.loss_function = original
-            function.original = function.value = None  # holds no graph
-
-    def _warn_of_other_losses(self, output: Any) -> None:
-        losses = output.items() if isinstance(output, Mapping) else ()
-        names = [name for name, value in losses if name.endswith("_loss") and isinstance(value, Tensor)]
-        if names:
-            self._warn(f"{type(self.model).__name__} returns {names}, which the default steps do not add to the loss")
 
     def compare(self, own_loss: Tensor, cross_entropy: Tensor) -> None:
         """Warns, once, if a model's own loss is another than the one that the steps use."""
@@ -224,17 +193,14 @@ class LanguageModel:
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Raises ValueError for a key of a batch that the model does not know; it would be ignored without a word."""
-        unknown = [key for key in keys if not isinstance(key, str) or (self.known_keys and key not in self.known_keys)]
-        if not unknown:
-            return
-        known = sorted(self.known_keys or ())
-        name = type(self.pretrained or self.model).__name__
-        close = get_close_matches(str(unknown[0]), known, n=1)
-        raise ValueError(
-            f"batch must hold arguments of {name} and labels, got the unknown key {shown(unknown[0])}"
-            + (f" (did you mean {close[0]!r}?)" if close else "")
-            + (f"; known: {', '.join(known)}" if known else "")
-        )
+        known = sorted(self.known_keys)
+        for key in keys:
+            if not isinstance(key, str) or (known and key not in known):
+                name = type(self.pretrained or self.model).__name__
+                hint = f"{did_you_mean(key, known)}; known: {', '.join(known)}" if known else ""
+                raise ValueError(
+                    f"batch must hold arguments of {name} and labels, got the unknown key {shown(key)}{hint}"
+                )
 
 
 def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: bool) -> str | None:
@@ -247,12 +213,9 @@ def _meaning_of_labels(pretrained: PreTrainedModel | None, is_encoder_decoder: b
     return "own" if is_encoder_decoder else "next"
 
 
-_MIXING_DOCUMENTS = frozenset(
-    (
-        *("blt", "doge", "inkling_text", "inkling2_text", "lfm2", "lfm2_moe", "lfm3", "minimax"),
-        "minimax_m3_vl_text",
-    )
-)
+_MIXING_DOCUMENTS = {
+    *("blt", "doge", "inkling_text", "inkling2_text", "lfm2", "lfm2_moe", "lfm3", "minimax", "minimax_m3_vl_text")
+}
 """Model types in which some layers find documents and others, such as convolutions, do not."""
 
 
@@ -268,11 +231,7 @@ class _Differences(TorchFunctionMode):
 
 @torch.compiler.disable  # depends on values
 def _is_packed(mask: Tensor, position_ids: Tensor) -> bool:
-    """Whether rows have tokens of several documents, which then needs no mask.
-
-    Raises:
-        ValueError: If it needs one, too.
-    """
+    """Whether rows have tokens of several documents, which then needs no mask; raises if they need one, too."""
     is_real, starts = mask.bool(), F.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
     documents = starts.cumsum(-1)
     is_packed = is_real & (documents != documents.where(is_real, 0).amax(-1, keepdim=True))
@@ -291,11 +250,6 @@ def _named_arguments(module: nn.Module) -> tuple[set[str], bool]:
     parameters = inspect.signature(module.forward).parameters.values()
     named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return named, any(each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def _takes_labels(module: nn.Module) -> bool:
-    named, takes_any = _named_arguments(module)
-    return takes_any or "labels" in named
 
 
 def _known_keys(model: nn.Module, pretrained: PreTrainedModel | None) -> frozenset[str]:

@@ -17,27 +17,31 @@ _WITHOUT_WEIGHTS = {
 """Settings with which the adapters' first values do not depend on the model's weights."""
 
 
-def check_lora(lora: Any) -> None:
-    """Raises unless ``lora`` is None or has arguments of peft's ``LoraConfig``.
+def check_lora(lora: Any) -> Any:
+    """peft's ``LoraConfig`` with these arguments, None for None; raises for what it does not take."""
+    if lora is None:
+        return None
+    if not isinstance(lora, Mapping) or not all(isinstance(key, str) for key in lora):
+        raise wrong_type("lora", "a dict of arguments of peft's LoraConfig, or None", lora)
+    if not package_available("peft"):
+        raise ModuleNotFoundError("lora needs peft, which is not installed: pip install 'lightning-liger[peft]'")
+    from peft import LoraConfig
 
-    Raises:
-        ModuleNotFoundError: If peft is needed and not installed.
-        TypeError: If it is no dict with strings as keys.
-        ValueError: For arguments that ``LoraConfig`` does not take.
-    """
-    if lora is not None:
-        _lora_config(lora)
+    if twice := [name for name, full in _SHORT.items() if name in lora and full in lora]:
+        raise wrong_value("lora", f"settings without both {twice[0]!r} and {_SHORT[twice[0]]!r}", dict(lora))
+    if "r" in lora:
+        check_integer("lora['r']", lora["r"], at_least=1)
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **_full_names(lora)})
+    except (TypeError, ValueError) as error:
+        raise wrong_value("lora", f"arguments of peft's LoraConfig ({error})", dict(lora)) from None
 
 
 def add_adapters(model: PreTrainedModel, lora: Mapping[str, Any]) -> Any:
-    """``model`` with adapters, whose other parameters are frozen.
-
-    Raises:
-        ValueError: If the model has none of the modules that ``lora`` names.
-    """
+    """``model`` with adapters, whose other parameters are frozen."""
     from peft import get_peft_model
 
-    config = _lora_config(lora)
+    config = check_lora(lora)
     try:
         with warnings.catch_warnings():  # peft reads an attribute that transformers renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -56,20 +60,3 @@ def needs_weights(lora: Mapping[str, Any]) -> bool:
 
 def _full_names(lora: Mapping[str, Any]) -> dict[str, Any]:
     return {_SHORT.get(name, name): value for name, value in lora.items()}
-
-
-def _lora_config(lora: Any) -> Any:
-    if not isinstance(lora, Mapping) or not all(isinstance(key, str) for key in lora):
-        raise wrong_type("lora", "a dict of arguments of peft's LoraConfig, or None", lora)
-    if not package_available("peft"):
-        raise ModuleNotFoundError("lora needs peft, which is not installed: pip install 'lightning-liger[peft]'")
-    from peft import LoraConfig
-
-    if twice := [name for name, full in _SHORT.items() if name in lora and full in lora]:
-        raise wrong_value("lora", f"settings without both {twice[0]!r} and {_SHORT[twice[0]]!r}", dict(lora))
-    if "r" in lora:
-        check_integer("lora['r']", lora["r"], at_least=1)
-    try:
-        return LoraConfig(**{"task_type": "CAUSAL_LM", **_full_names(lora)})
-    except (TypeError, ValueError) as error:
-        raise wrong_value("lora", f"arguments of peft's LoraConfig ({error})", dict(lora)) from None

@@ -19,10 +19,7 @@ def as_count(number: Tensor | float, device: torch.device) -> Tensor:
 
 
 class RunningMetric(Metric):
-    """A state in float64: in float32 a sum over millions of tokens would lose small batches.
-
-    torchmetrics' own metrics either search for NaN, for which the host waits for the device, or drop the weights.
-    """
+    """A state in float64. torchmetrics' own metrics search for NaN, for which the host waits, or drop the weights."""
 
     full_state_update = False
     parts: Tensor
@@ -31,14 +28,6 @@ class RunningMetric(Metric):
         super().__init__()
         state = torch.full(shape, start, dtype=torch.float64, device="cpu")  # not on meta, where it would have no value
         self.add_state("parts", state, dist_reduce_fx=reduce)
-
-    def sums(self) -> Tensor:
-        """A copy of this rank's state."""
-        return self.parts.clone()
-
-    def load_sums(self, state: Tensor) -> None:
-        """Restores what :meth:`sums` returned."""
-        self.parts = state.to(self.parts.device, copy=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RunningMetric":
         # Moves with its module to a device, keeps float64: torchmetrics guards against `.bfloat16()`, not `.to(dtype)`.
@@ -68,10 +57,9 @@ class Perplexity(RunningMean):
 
 
 class ShownLoss(Metric):
-    """The newest training loss that has arrived on the host, for the progress bar.
+    """The newest training loss that has arrived on the host, a step or two old, for the progress bar.
 
-    Lightning turns what the bar shows into a number in each batch, for which the host would wait until the device has
-    nothing left to do. This is a tensor on the CPU already, one or two steps old; on the CPU it is the loss itself.
+    Lightning turns what the bar shows into a number in each batch, for which the host would wait for the device.
     """
 
     full_state_update = False

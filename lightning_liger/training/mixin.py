@@ -86,12 +86,7 @@ class LigerLMMixin(LigerStepMixin):
         check_choice("loss_type", self.loss_type, get_args(SFTLoss))
 
     def lm_loss(
-        self,
-        logits: LazyLogits | Tensor,
-        labels: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        shifted: bool = False,
+        self, logits: LazyLogits | Tensor, labels: Tensor, *, position_ids: Tensor | None = None, shifted: bool = False
     ) -> Tensor:
         """Mean loss of predicting each token from those before it: cross entropy, or that of ``loss_type``.
 
@@ -112,19 +107,13 @@ class LigerLMMixin(LigerStepMixin):
         return self.lm_loss_with_counts(logits, labels, position_ids=position_ids, shifted=shifted).loss
 
     def lm_loss_with_counts(
-        self,
-        logits: LazyLogits | Tensor,
-        labels: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        shifted: bool = False,
+        self, logits: LazyLogits | Tensor, labels: Tensor, *, position_ids: Tensor | None = None, shifted: bool = False
     ) -> LMLoss:
         """:meth:`lm_loss` with the numbers of tokens and of correct predictions."""
         if not isinstance(logits, LazyLogits) and not (isinstance(logits, Tensor) and logits.is_floating_point()):
             raise wrong_type("logits", "the model's logits, a floating-point tensor", logits)
-        check_tensor("labels", labels)
-        if labels.dtype != torch.int64:
-            raise wrong_type("labels", "class indices of dtype torch.int64", labels)
+        if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+            raise wrong_type("labels", "a tensor of class indices, of dtype torch.int64", labels)
         check_tensor("position_ids", position_ids, optional=True)
         check_bool("shifted", shifted)
         if labels.shape != logits.shape[:-1]:
@@ -192,13 +181,14 @@ class LigerLMMixin(LigerStepMixin):
         # Without tokens a mean is 0 / 0; it must not reach the sums.
         loss = torch.where(number > 0, result.loss.detach(), 0.0).double()
         cross_entropy = loss if result.cross_entropy is None else result.cross_entropy.double()
-        auxiliary = None if auxiliary_loss is None else auxiliary_loss.detach().double()
-        metrics["loss"].update((loss if auxiliary is None else loss + auxiliary) * number, number)
-        metrics["perplexity"].update(cross_entropy * number, number)
+        means = {"loss": loss, "perplexity": cross_entropy}
+        if auxiliary_loss is not None:
+            means["aux_loss"] = auxiliary_loss.detach().double()
+            means["loss"] = loss + means["aux_loss"]
+        for name, mean in means.items():
+            metrics[name].update(mean * number, number)
         metrics["accuracy"].update(result.num_correct, number)
-        if auxiliary is not None:
-            metrics["aux_loss"].update(auxiliary * number, number)
-        self._log_metrics(stage, ["loss", "perplexity", "accuracy", *(["aux_loss"] if auxiliary is not None else [])])
+        self._log_metrics(stage, [*means, "accuracy"])
 
 
 def _dft_loss(scores: TokenScores, index: Tensor) -> Tensor:

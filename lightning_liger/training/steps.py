@@ -27,11 +27,7 @@ _LOSS = "train_loss_step"
 
 
 class LigerStepMixin(_Module):
-    """Hooks that make gradients those of the mean over a whole optimizer step, and the model as steps see it.
-
-    A training step returns ``self._counted(loss, num_units)``: the mean over its units (tokens, pairs), as it is. How
-    much it weighs in the optimizer step is decided where it is differentiated, see :mod:`.step_mean`.
-    """
+    """Hooks that make gradients those of the mean over a whole optimizer step, see :mod:`.step_mean`."""
 
     model: nn.Module
     loss_normalization: str = "tokens"
@@ -41,15 +37,12 @@ class LigerStepMixin(_Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        order = cls.__mro__
-        if L.LightningModule in order:
-            late = [base for base in order[order.index(L.LightningModule) :] if issubclass(base, LigerStepMixin)]
-            if late:
-                name = late[0].__name__
-                raise TypeError(
-                    f"{cls.__name__} must list {name} before LightningModule:"
-                    f" class {cls.__name__}({name}, L.LightningModule)"
-                )
+        after = itertools.dropwhile(lambda base: base is not L.LightningModule, cls.__mro__)
+        if late := [base.__name__ for base in after if issubclass(base, LigerStepMixin)]:
+            raise TypeError(
+                f"{cls.__name__} must list {late[0]} before LightningModule:"
+                f" class {cls.__name__}({late[0]}, L.LightningModule)"
+            )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,47 +90,29 @@ class LigerStepMixin(_Module):
 
     @torch.compiler.disable  # looks at the signatures of modules
     def _seen_model(self) -> LanguageModel:
-        if self._language_model is None or self._language_model.model is not self.model:
-            if not isinstance(self.model, nn.Module):
-                raise wrong_type("self.model", "a torch.nn.Module", self.model)
-            seen = LanguageModel(self.model)
-            if seen.labels not in self._labels:
-                raise ValueError(
-                    f"the steps of {type(self).__name__} cannot train on the labels of"
-                    f" {type(seen.pretrained).__name__}: return self.model(**batch).loss from a training_step,"
-                    " validation_step and test_step of your own, or from those of a plain LightningModule"
-                )
-            self._language_model = seen
-        return self._language_model
-
-    def _refuse_replaced_model(self) -> None:
-        """Raises RuntimeError, and restores the model, if ``configure_model`` put another in the place of a model."""
-        former, self._former_model = self._former_model, ()
-        model = getattr(self, "model", None)
-        if not former or (isinstance(model, nn.Module) and any(part is former[0] for part in model.modules())):
-            return
-        trainer = self._attached_trainer
-        if trainer is not None and trainer.ckpt_path is not None:  # the weights are those of the checkpoint
-            return
-        self.model = former[0]
-        raise RuntimeError(
-            f"{type(self).__name__}.configure_model must keep self.model, got a new {type(model).__name__} without the"
-            " weights so far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
-            " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that is to"
-            " start anew. self.model is the former model again"
-        )
+        if self._language_model is not None and self._language_model.model is self.model:
+            return self._language_model
+        if not isinstance(self.model, nn.Module):
+            raise wrong_type("self.model", "a torch.nn.Module", self.model)
+        seen = LanguageModel(self.model)
+        if seen.labels not in self._labels:
+            raise ValueError(
+                f"the steps of {type(self).__name__} cannot train on the labels of {type(seen.pretrained).__name__}:"
+                " return self.model(**batch).loss from a training_step, validation_step and test_step of your own, or"
+                " from those of a plain LightningModule"
+            )
+        self._language_model = seen
+        return seen
 
     def _context_parallel_shard(self, stage: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of the rows under context parallelism, else all of them."""
-        trainer = self._attached_trainer
-        context = None if trainer is None else engine_of(trainer).context_parallel
+        context = None if self._attached_trainer is None else engine_of(self.trainer).context_parallel
         if context is None:
             return batch
         if stage == "train" and not self._normalizes_steps():
             raise ValueError(
-                f"context_parallel_size needs loss_normalization='tokens' and automatic"
-                " optimization: ranks hold pieces with different numbers of labels, got"
-                f" loss_normalization={self.loss_normalization!r} and"
+                "context_parallel_size needs loss_normalization='tokens' and automatic optimization: ranks hold pieces"
+                f" with different numbers of labels, got loss_normalization={self.loss_normalization!r} and"
                 f" automatic_optimization={self.automatic_optimization}"
             )
         return context.split(batch)
@@ -155,7 +130,7 @@ class LigerStepMixin(_Module):
         if self._attached_trainer is None:
             return loss
         if self._normalizes_steps():
-            self._step_mean.add(_batch_of(self.trainer), loss, num_units, num_batches)
+            self._step_mean.add(self.trainer, loss, num_units, num_batches)
         else:
             self._log_step(loss.detach())
         return loss
@@ -177,7 +152,6 @@ class LigerStepMixin(_Module):
         raise NotImplementedError
 
     def _make_metrics(self) -> dict[str, RunningMetric]:
-        """The metrics of a stage, by name."""
         raise NotImplementedError
 
     @torch.compiler.disable
@@ -202,7 +176,8 @@ class LigerStepMixin(_Module):
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's part of the averages over the epoch, with which it resumes in the middle of the epoch."""
-        return {"train_metrics": {name: metric.sums() for name, metric in self._stage_metrics("train")[0].items()}}
+        metrics, _ = self._stage_metrics("train")
+        return {"train_metrics": {name: metric.parts.clone() for name, metric in metrics.items()}}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`rank_state_dict` returned."""
@@ -210,15 +185,15 @@ class LigerStepMixin(_Module):
         if isinstance(saved, Tensor):  # of version 0.1.0
             saved = dict(zip(("loss", "perplexity", "accuracy"), saved, strict=True))
         for name in metrics.keys() & saved.keys():
-            metrics[name].load_sums(saved[name])
+            metrics[name].parts = saved[name].to(metrics[name].parts.device, copy=True)
 
     def _step_ends(self) -> None:
         """Called after each step of an optimizer, whatever hooks the module overrides."""
 
     def _require_super(self, owner: type, *hooks: str) -> None:
         """Raises RuntimeError if a class before ``owner`` overrides one of its hooks without calling it."""
-        order = type(self).__mro__
-        for base, name in itertools.product(order[: order.index(owner)], hooks):
+        before = itertools.takewhile(lambda base: base is not owner, type(self).__mro__)
+        for base, name in itertools.product(before, hooks):
             code = getattr(inspect.unwrap(vars(base).get(name, owner)), "__code__", None)
             if code is not None and name not in code.co_names:
                 raise RuntimeError(f"{base.__name__}.{name} must call super().{name}: training depends on it")
@@ -230,8 +205,20 @@ class LigerStepMixin(_Module):
             self._prepare_stage()
 
     def _prepare_stage(self) -> None:
-        """Checks, and makes what steps need, once in each stage."""
-        self._refuse_replaced_model()
+        """Checks, and makes what steps need, once in each stage; here refuses a model in the place of another one."""
+        former, self._former_model = self._former_model, ()
+        model = getattr(self, "model", None)
+        if not former or (isinstance(model, nn.Module) and any(part is former[0] for part in model.modules())):
+            return
+        if getattr(self._attached_trainer, "ckpt_path", None) is not None:  # the weights are those of the checkpoint
+            return
+        self.model = former[0]
+        raise RuntimeError(
+            f"{type(self).__name__}.configure_model must keep self.model, got a new {type(model).__name__} without the"
+            " weights so far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
+            " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that is to"
+            " start anew. self.model is the former model again"
+        )
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -267,11 +254,6 @@ class LigerStepMixin(_Module):
         self.log(_LOSS, loss, on_step=True, on_epoch=False)
 
 
-def _batch_of(trainer: L.Trainer) -> int:
-    """The number of the batch that is trained on, over all epochs."""
-    return trainer.fit_loop.epoch_loop.total_batch_idx
-
-
 def _follow_steps(plugin: Any) -> None:
     """Extends the Trainer's precision plugin: no override of a module's hooks can leave out what it calls."""
     if "_follows_steps" not in vars(plugin):
@@ -280,37 +262,29 @@ def _follow_steps(plugin: Any) -> None:
         plugin.optimizer_step = functools.partial(_optimizer_step, plugin)
 
 
-def _backward(plugin: Any, tensor: Tensor, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+def _backward(plugin: Any, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
     """``backward`` of a precision plugin, which runs between the hooks before and after backward."""
-    backward = functools.partial(type(plugin).backward, plugin)  # the class may have been extended since
-    if not isinstance(model, LigerStepMixin) or not model._normalizes_steps():
-        backward(tensor, model, *args, **kwargs)
-        return
-    engine, batch = engine_of(model.trainer), _batch_of(model.trainer)
-    weight = model._step_mean.weight(model, engine, batch)
-    if weight is not None:
+    is_ours = isinstance(model, LigerStepMixin) and model._normalizes_steps()
+    if is_ours and (weight := model._step_mean.weight(model)) is not None:
         tensor = tensor * weight.to(tensor.device, torch.float32)
-    backward(tensor, model, *args, **kwargs)
-    model._step_mean.finish(model, engine, batch)
+    type(plugin).backward(plugin, tensor, model, *args, **kwargs)  # the class may have been extended since
+    if is_ours:
+        model._step_mean.finish(model)
 
 
-def _optimizer_step(
-    plugin: Any, optimizer: Any, model: L.LightningModule, closure: Callable[[], Any], **kwargs: Any
-) -> Any:
+def _optimizer_step(plugin: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
     """``optimizer_step`` of a precision plugin, whose closure runs the training step and backward."""
-    step = functools.partial(type(plugin).optimizer_step, plugin)
-    if not isinstance(model, LigerStepMixin):
-        return step(optimizer, model=model, closure=closure, **kwargs)
+    is_ours = isinstance(model, LigerStepMixin)
 
     def finished() -> Any:
         result = closure()
-        if model._normalizes_steps():
-            # Again, as the last micro-batch may have been skipped.
-            loss = model._step_mean.finish(model, engine_of(model.trainer), _batch_of(model.trainer))
-            if loss is not None:
-                model._log_step(loss)
+        is_mean = is_ours and model._normalizes_steps()
+        # Again, as the last micro-batch may have been skipped.
+        if is_mean and (loss := model._step_mean.finish(model)) is not None:
+            model._log_step(loss)
         return result
 
-    result = step(optimizer, model=model, closure=finished, **kwargs)
-    model._step_ends()
+    result = type(plugin).optimizer_step(plugin, optimizer, model=model, closure=finished, **kwargs)
+    if is_ours:
+        model._step_ends()
     return result

@@ -28,19 +28,15 @@ class _LookAhead:
                 self._items.append(next(self._iterator))  # no itertools: Lightning's iterators start again with iter()
             except StopIteration:
                 break
-        return list(islice(self._items, max(0, number)))
+        return list(islice(self._items, number))
 
 
 def upcoming_batches(trainer: L.Trainer, number: int) -> list[Any]:
-    """The next ``number`` training batches as the loader gives them, fewer at the end of the epoch.
-
-    They stay on the host, and the Trainer's loop gets them later as if they had not been looked at.
-    """
+    """The next training batches, on the host, fewer at the end of the epoch; the Trainer gets them later too."""
     loop = trainer.fit_loop
     fetcher: Any = loop._data_fetcher
-    number = int(min(number, trainer.num_training_batches - loop.epoch_loop.batch_progress.current.ready))
-    if number <= 0:
-        return []
+    left = trainer.num_training_batches - loop.epoch_loop.batch_progress.current.ready
+    number = int(max(0, min(number, left)))
     found = list(getattr(fetcher, "batches", ()))[:number]  # Lightning fetches one ahead if the loader has no length
     if len(found) < number:
         if not isinstance(fetcher.iterator, _LookAhead):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_liger.data import PreferenceDataModule, TextDataModule
@@ -60,10 +61,8 @@ def rows(batches: Any) -> list[tuple[int, ...]]:
     """The tokens of each sequence of padded batches, without padding."""
     found = []
     for batch in batches:
-        lengths = (
-            batch["attention_mask"].sum(1).tolist() if "attention_mask" in batch else [None] * len(batch["labels"])
-        )
-        found += [tuple(row[:length].tolist()) for row, length in zip(batch["input_ids"], lengths, strict=True)]
+        masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        found += [tuple(row[mask > 0].tolist()) for row, mask in zip(batch["input_ids"], masks, strict=True)]
     return found
 
 

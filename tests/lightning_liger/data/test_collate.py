@@ -1,7 +1,6 @@
 """Batches hold the tokens of the examples, padded or packed, under the documented keys."""
 
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -76,25 +75,12 @@ TRIPLES = [{**pair, "reference_ids": [12], "ref_chosen_logps": -1.5, "ref_reject
 FEEDBACK = [{"prompt_ids": [i], "completion_ids": [10 + i] * i, "label": i % 2, "ref_logps": -i} for i in (1, 2, 3)]
 MISMATCHED = [{**each, "KL_completion_ids": FEEDBACK[i - 1]["completion_ids"]} for i, each in enumerate(FEEDBACK)]
 GROUPS = [
-    {
-        "prompt_ids": [1, 2],
-        "completion_ids": [3, 4, 5],
-        "completion_lengths": [1, 2],
-        "advantages": [1.0, -1.0],
-        "rewards": [1, 0],
-        "old_per_token_logps": [-0.5, -1.0, -1.5],
-    },
-    {
-        "prompt_ids": [6],
-        "completion_ids": [7],
-        "completion_lengths": [1],
-        "advantages": [0.0],
-        "rewards": [1],
-        "old_per_token_logps": [-2.0],
-    },
+    {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5], "completion_lengths": [1, 2], "rewards": [1, 0]},
+    {"prompt_ids": [6], "completion_ids": [7], "completion_lengths": [1], "rewards": [1]},
 ]
 OF_TOKENS = [{**GROUPS[0], "token_advantages": [1.0, 2.0, 3.0]}]
-del OF_TOKENS[0]["advantages"]
+for group, advantages, log_probs in zip(GROUPS, ([1.0, -1.0], [0.0]), ([-0.5, -1.0, -1.5], [-2.0]), strict=True):
+    group |= {"advantages": advantages, "old_per_token_logps": log_probs}
 TEACHER = [
     {
         "input_ids": np.arange(length),
@@ -106,11 +92,6 @@ TEACHER = [
 ]
 
 
-PREFERENCES = {
-    "input_ids": [[1, 2, 3, 4, 5], [7, 8, 9, 99, 99], [1, 2, 3, 6, 99], [7, 8, 10, 11, 99]],
-    "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]],
-    "completion_mask": [[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 1, 1, 0]],
-}
 ROLLOUTS = {
     "prompt_ids": [[1, 2], [1, 2], [9, 6]],
     "prompt_mask": [[1, 1], [1, 1], [0, 1]],
@@ -137,7 +118,6 @@ KL_PACKED = {"KL_sequence_ids": [[0, 0, 0, 0, 1, 1, 2, 2, 2]], "KL_completion_ma
 @pytest.mark.parametrize(
     ("cls", "examples", "layout", "expected"),
     [
-        (PreferenceCollator, PAIRS, {"pad_token_id": 99}, PREFERENCES),
         (PreferenceCollator, TRIPLES[:1], {}, {"input_ids": [[1, 2, 3, 4, 5], [1, 2, 3, 6, 0], [1, 2, 3, 12, 0]]}),
         (PreferenceCollator, TRIPLES, {}, {"ref_chosen_logps": [-1.5] * 2, "ref_rejected_logps": [-3.0] * 2}),
         (FeedbackCollator, MISMATCHED, {"max_length": 3}, KL | {"label": [True, False, True]}),
@@ -162,14 +142,6 @@ def test_batches_have_the_documented_values(cls, examples, layout, expected):
             assert value.dtype == (torch.float32 if is_number else torch.int64), key
 
 
-def test_mismatched_pairs_are_optional_and_may_be_empty():
+def test_mismatched_pairs_are_optional():
     keys = {"input_ids", "attention_mask", "completion_mask", "label", "ref_logps"}
     assert set(FeedbackCollator(Layout())(FEEDBACK)) == keys
-    alone = FeedbackCollator(Layout())([{**FEEDBACK[2], "KL_completion_ids": []}])
-    assert alone["KL_completion_mask"].sum() == 0
-    assert alone["completion_mask"].sum() == 3
-
-
-def test_collators_can_be_sent_to_workers():
-    collator = PreferenceCollator(Layout(max_length=4, packing=True))
-    assert pickle.loads(pickle.dumps(collator)) == collator

@@ -117,12 +117,8 @@ def test_masks_are_those_of_the_assistant(chat, bpe, template):
     assert learned("assistant") == f"Hello there<|endoftext|>{end}Goodbye<|endoftext|>{end}"
     assert learned("last") == f"Goodbye<|endoftext|>{end}"
     assert learned("all").startswith("<system>Be kind.")
-
-
-def test_assistant_begins_the_conversation(chat, bpe):
-    ids, mask = chat(PLAIN).conversation(HERE, TALK[2:4], "assistant")
-    learned = [token for token, value in zip(ids, mask, strict=True) if value]
-    assert bpe.decode(learned) == "<assistant>Hello there<|endoftext|>\n"
+    ids, mask = chat(PLAIN).conversation(HERE, TALK[2:4], "assistant")  # which begins the conversation
+    assert bpe.decode([ids[place] for place in range(sum(mask))]) == "<assistant>Hello there<|endoftext|>\n"
 
 
 def test_messages_that_change_when_others_follow_are_an_error(chat, bpe):
@@ -132,23 +128,17 @@ def test_messages_that_change_when_others_follow_are_an_error(chat, bpe):
         chat(template).conversation(HERE, TALK, "assistant")
     ids, mask = chat(template).conversation(HERE, TALK, "last")
     assert bpe.decode([token for token, value in zip(ids, mask, strict=True) if value]) == "<think>Goodbye "
-    ids, mask = chat(MARKED.replace("{% for", "{{ messages|length }}{% for")).conversation(HERE, TALK, "assistant")
-    assert sum(mask) < len(ids)
 
 
 def test_failures_of_templates_name_the_record(chat, bpe):
     for template, problem in (
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.content.x }}", "the chat template failed"),
         ("{% if %}", "the chat template failed"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        (None, "messages need a chat template"),
     ):
         with pytest.raises(ValueError, match="a.jsonl, line 3: .*" + problem):
             chat(template).conversation(HERE, TALK, "assistant")
     empty = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="line 3: the chat template marks no token"):
         chat(empty).conversation(HERE, TALK[:3], "assistant")
-    with pytest.raises(ValueError, match="line 3: the conversation has no message with the role 'assistant'"):
-        chat(PLAIN).conversation(HERE, TALK[:2], "assistant")

@@ -3,13 +3,11 @@
 import warnings
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 
 from examples.data import make as example_files
-from lightning_liger import LigerCausalLM
 from lightning_liger.data import (
     ConversationDataModule,
     PromptCompletionDataModule,
@@ -34,17 +32,12 @@ def make(tmp_path):
 def sequences(data, batch, prefix="") -> list[tuple[str, str]]:
     """Prompt and completion of each sequence of a batch, as text."""
     ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}completion_mask"]
-    if f"{prefix}cu_seq_lens_q" in batch:
-        parts = [(batch[f"{prefix}sequence_ids"] == index) for index in range(batch[f"{prefix}num_sequences"])]
+    if f"{prefix}num_sequences" in batch:
+        parts = [batch[f"{prefix}sequence_ids"] == index for index in range(batch[f"{prefix}num_sequences"])]
     else:
-        parts = list(range(len(ids)))
+        parts = [(index, batch[f"{prefix}attention_mask"][index] == 1) for index in range(len(ids))]
     decode = data.text_tokenizer.decode
-    found = []
-    for part in parts:
-        row, scored = ids[part], mask[part]
-        real = batch[f"{prefix}attention_mask"][part] if f"{prefix}attention_mask" in batch else torch.ones_like(row)
-        found.append((decode(row[(scored == 0) & (real == 1)]), decode(row[scored == 1])))
-    return found
+    return [(decode(ids[part][mask[part] == 0]), decode(ids[part][mask[part] == 1])) for part in parts]
 
 
 def pairs(data) -> list[tuple[str, str, str]]:
@@ -173,10 +166,8 @@ def test_prompts_in_all_their_forms(make, line, expected):
 
 
 def test_triples_have_a_reference(make):
-    lines = [{"prompt": "a", "chosen": " b", "rejected": " c", "reference": " d"}] * 2
-    data = ready(make(path=lines, validation_fraction=0, batch_size=2))
-    texts = [text for _, text in sequences(data, only_batch(data))]
-    assert texts == [f" b{END}"] * 2 + [f" c{END}"] * 2 + [f" d{END}"] * 2
+    data = ready(make(path=[{"prompt": "a", "chosen": " b", "rejected": " c", "reference": " d"}], **ALONE))
+    assert sequences(data, only_batch(data)) == [("a", f" {text}{END}") for text in "bcd"]
 
 
 def test_feedback_and_its_mismatched_pairs(make):
@@ -229,29 +220,28 @@ def test_feedback_of_one_prompt_has_no_mismatched_pairs_and_of_pairs_two_example
 
 
 @pytest.mark.parametrize(
-    ("line", "prompt", "completion"),
+    ("line", "prompt"),
     [
         (
-            {"instruction": "Add {input}.", "input": "1, 2", "output": "3"},
+            {"instruction": "Add {input}.", "input": "1, 2"},
             "Below is an instruction that describes a task, paired with an input that provides further context. Write a"
             " response that appropriately completes the request.\n\n### Instruction:\nAdd {input}.\n\n### Input:\n"
             "1, 2\n\n### Response:",
-            f"3{END}",
         ),
         (
-            {"instruction": "Greet {input}.", "input": "", "output": "Hi {input}"},
+            {"instruction": "Greet {input}.", "input": ""},
             "Below is an instruction that describes a task. Write a response that appropriately completes the request."
             "\n\n### Instruction:\nGreet {input}.\n\n### Response:",
-            f"Hi {{input}}{END}",
         ),
     ],
 )
-def test_alpaca_prompts_are_the_published_ones(make, line, prompt, completion):
+def test_alpaca_prompts_are_the_published_ones(make, line, prompt):
+    line["output"] = "Hi {input}"
     data = ready(make(PromptCompletionDataModule, [line], **ALONE))
     batch = only_batch(data)
-    is_learned = batch["labels"] >= 0
-    decode = data.text_tokenizer.decode
-    assert (decode(batch["input_ids"][~is_learned]), decode(batch["labels"][is_learned])) == (prompt, completion)
+    is_learned, decode = batch["labels"] >= 0, data.text_tokenizer.decode
+    assert decode(batch["input_ids"][~is_learned]) == prompt
+    assert decode(batch["labels"][is_learned]) == f"Hi {{input}}{END}"
     whole = only_batch(ready(make(PromptCompletionDataModule, [line], completion_only=False, **ALONE)))
     assert torch.equal(whole["labels"], batch["input_ids"])
 
@@ -279,32 +269,11 @@ def test_advantages_are_those_of_the_group_unless_they_are_given(make):
 
 
 def test_sampled_tokens_keep_their_log_probabilities(make):
-    line = {
-        "prompt_ids": [5, 6],
-        "completion_ids": [[7, 8], [9]],
-        "advantages": [[1, 2], [3]],
-        "rewards": [1, 0],
-        "sampling_per_token_logps": [[-0.5, -0.25], [-1]],
-        "tool_mask": [[1, 0], [1]],
-    }
-    batch = only_batch(ready(make(RolloutDataModule, [line], **ALONE)))
-    assert batch["completion_ids"].tolist() == [[7, 8], [9, 0]]
-    assert batch["advantages"].tolist() == [[1, 2], [3, 0]]
+    line = {"completion_ids": [[7, 8], [9]], "advantages": [[1, 2], [3]], "tool_mask": [[1, 0], [1]]}
+    line |= {"sampling_per_token_logps": [[-0.5, -0.25], [-1]]}
+    batch = only_batch(ready(make(RolloutDataModule, [line | {"prompt_ids": [5, 6], "rewards": [1, 0]}], **ALONE)))
+    for key, rows in line.items():
+        assert batch[key].tolist() == [rows[0], [*rows[1], 0]]
+    assert batch["prompt_ids"].tolist() == [[5, 6]] * 2
     assert batch["rewards"].tolist() == [1, 0]
-    assert batch["sampling_per_token_logps"].tolist() == [[-0.5, -0.25], [-1, 0]]
-    assert batch["tool_mask"].tolist() == [[1, 0], [1, 0]]
     assert batch["tool_mask"].dtype == torch.int64
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_finished_module_trains_on_supervised_batches(make, packing, tmp_path):
-    data = make(ConversationDataModule, "conversations.jsonl", chat_template=TEMPLATE, packing=packing)
-    config = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LigerCausalLM(model_type="llama", config=config)
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
-    options |= {"limit_val_batches": 1, "enable_model_summary": False, "default_root_dir": tmp_path}
-    trainer = L.Trainer(accelerator="cpu", devices=1, **options)
-    trainer.fit(model, data)
-    assert trainer.callback_metrics["train_loss"] > 0
-    assert trainer.global_step == 2

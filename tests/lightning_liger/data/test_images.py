@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lightning_liger.data import ImageTextCollator, ImageTextDataModule
-from lightning_liger.data.images import load_image
-from tests.lightning_liger.data.kinds import END, EXAMPLES, TOKENIZER, write_lines
+from tests.lightning_liger.data.kinds import END, TOKENIZER, write_lines
 
 pytest.importorskip("PIL")
 PLAIN = {"tokenizer": str(TOKENIZER), "image_size": 8, "tokens_per_image": 3}
@@ -85,7 +84,3 @@ def test_processor_with_a_chat_template_gets_a_message_and_adds_no_special_token
     assert texts == [f"user: {'<image>' * 3}{each} assistant: B.{END}" for each in ("A?", "Longer?")]
     learned = batch["labels"] != -100
     assert (batch["token_type_ids"] == 7 * (batch["attention_mask"] - learned.long())).all()
-
-
-def test_shipped_images_can_be_read():
-    assert {load_image(file).size for file in (EXAMPLES / "images").glob("*.ppm")} == {(16, 16)}

@@ -37,6 +37,7 @@ from tests.lightning_liger.data.kinds import (
     write_corpus,
     write_lines,
 )
+from tests.lightning_liger.tiny import quiet_trainer
 
 FORMATS = {
     "preference.jsonl": (PreferenceDataModule, {}),
@@ -154,9 +155,9 @@ def test_second_run_reads_the_cache(tokenized, monkeypatch):
         settings |= {"max_length": 500, "truncation": "keep_end", "packing": True, "pad_to_multiple_of": 8}
     second = ready(tokenized(**settings, path=first.path))
     assert second.cache_folder == first.cache_folder
-    assert [row["prompt_ids" if "packing" in settings else "input_ids"].tolist() for row in second.train_data] == [
-        row["prompt_ids" if "packing" in settings else "input_ids"].tolist() for row in first.train_data
-    ]
+    key = "prompt_ids" if "packing" in settings else "input_ids"
+    found, expected = ([row[key].tolist() for row in data.train_data] for data in (second, first))
+    assert found == expected
     assert second.text_tokenizer.get_vocab() == first.text_tokenizer.get_vocab()
 
 
@@ -168,14 +169,10 @@ def test_cache_is_keyed_by_all_that_changes_the_tokens(tmp_path):
     corpus = write_corpus(tmp_path)
     shared = [{"seed": 1}, {"validation_fraction": 0.5}, {"validation_path": corpus}, {"tokenizer": None}]
     shared += [{"tokenizer": None, "vocab_size": 300}]
+    of_records = [{"chat_template": template}, {"chat_template_kwargs": {"a": 1}}, {"max_records": 40}]
     own = {
         TextDataModule: [{"max_documents": 50}, {"text_field": "t"}, {"block_size": 8}],
-        PreferenceDataModule: [
-            {"chat_template": template},
-            {"chat_template_kwargs": {"a": 1}},
-            {"columns": {"chosen": "rejected", "rejected": "chosen"}},
-            {"max_records": 40},
-        ],
+        PreferenceDataModule: [*of_records, {"columns": {"chosen": "rejected", "rejected": "chosen"}}],
         UnpairedFeedbackDataModule: [],
         PromptCompletionDataModule: [{"completion_only": False}, {"teacher_tokenizer": TOKENIZER}],
         ConversationDataModule: [{"train_on": "all"}],
@@ -234,7 +231,7 @@ def test_too_little_data_and_missing_setup_are_named(tokenized, tmp_path):
         tokenized().train_dataloader()
     needed = r"has \d+ train .*, but 4000 are needed: one batch of data\.batch_size=2000 for each of 2 processes"
     with pytest.raises(ValueError, match=needed):
-        ready(tokenized(batch_size=2000), 2)
+        ready(tokenized(batch_size=2000), 2).train_dataloader()
     few = write_lines(tmp_path / "few.jsonl", [{"text": "alpha " * 5000, "chosen": "b", "rejected": "c"}])
     with pytest.raises(ValueError, match=r"has no validation .* with data\.validation_fraction=0\.0001: one is needed"):
         ready(tokenized(path=few, validation_fraction=0.0001))
@@ -242,36 +239,19 @@ def test_too_little_data_and_missing_setup_are_named(tokenized, tmp_path):
         ready(tokenized(path=write_lines(tmp_path / "none.jsonl", [])))
 
 
-class RecordingModel(L.LightningModule):
-    """Learns nothing and remembers the rows of each training epoch."""
+def test_trainer_shuffles_anew_each_epoch(tokenized):
+    epochs = [[], []]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.epochs: list[list[tuple[int, ...]]] = []
+    class Recording(L.LightningModule):
+        def training_step(self, batch, batch_idx):
+            epochs[self.current_epoch].extend(rows([batch]))
 
-    def on_train_epoch_start(self) -> None:
-        self.epochs.append([])
+        def configure_optimizers(self):
+            return None
 
-    def training_step(self, batch, batch_idx):
-        self.epochs[-1] += rows([batch])
-        return self.weight * 1.0
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters())
-
-
-def test_trainer_shuffles_anew_each_epoch(tokenized, tmp_path):
-    model = RecordingModel()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **quiet)
-    trainer.fit(model, tokenized(batch_size=1))
-    first, second = model.epochs
-    assert sorted(first) == sorted(second)
-    assert first != second
+    quiet_trainer(max_epochs=2).fit(Recording(), tokenized(batch_size=1))
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
 
 
 def test_checkpoint_state_is_the_tokenizer_and_loads_with_weights_only(tokenized, tmp_path):

@@ -77,13 +77,8 @@ def test_tokenizer_is_kept_whole_or_not_at_all(tokenizer, tmp_path):
 
 def test_folders_that_hold_no_usable_tokenizer_are_named(tokenizer, tmp_path):
     (tmp_path / "weights.bin").touch()
-    for folder in (tmp_path / "absent", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"data\.tokenizer='.*': expected a folder.*tokenizer\.json"):
-            tokenizer_files(folder)
-    for content in ("{}", "not json"):
-        (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(ValueError, match=r"data\.tokenizer='.*' could not be loaded by AutoTokenizer"):
-            load_tokenizer(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"data\.tokenizer='.*': expected a folder.*tokenizer\.json"):
+        tokenizer_files(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": None}))

@@ -19,41 +19,35 @@ from tests.lightning_liger.architectures import tiny_causal_lm, tiny_config
 from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama
 
 
-def make_module(trainer: L.Trainer, **kwargs: Any) -> LigerCausalLM:
+def make_module(strategy: str = "auto", **kwargs: Any) -> LigerCausalLM:
     """A module with its model built, as a Trainer would."""
     module = LigerCausalLM(**({"config": TINY_CONFIG, "warmup_steps": 1} | kwargs))
-    module.trainer = trainer
+    module.trainer = quiet_trainer(strategy=strategy)
     module.configure_model()
     return module
 
 
-class LearningRates(L.Callback):
-    """Keeps the learning rate of each step."""
+class Watch(L.Callback):
+    """Keeps the learning rate and the loss of each step, of at most 8."""
 
     def __init__(self) -> None:
-        self.values: list[float] = []
+        self.rates: list[float] = []
+        self.losses: list[float] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
-        self.values.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-
-class Losses(L.Callback):
-    """Keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.values.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]))
+        trainer.should_stop = trainer.global_step >= 8
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
 def test_norms_and_biases_do_not_decay_and_embeddings_learn_at_their_own_rate(patched: bool, tied: bool) -> None:
-    trainer = quiet_trainer()
     config = TINY_CONFIG | {"tie_word_embeddings": tied}
     options = {"weight_decay": 0.3, "learning_rate": 0.01, "embedding_lr_scale": 30.0}
-    module = make_module(trainer, config=config, model_type="qwen2", **options)
+    module = make_module(config=config, model_type="qwen2", **options)
     if patched:
         apply_liger_kernels(module)
     frozen = module.model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
@@ -74,7 +68,7 @@ def test_norms_and_biases_do_not_decay_and_embeddings_learn_at_their_own_rate(pa
 
 
 def test_optimizer_is_ours_unless_deepspeed_wants_its_own_kind() -> None:
-    module = make_module(quiet_trainer())
+    module = make_module()
     assert type(module.configure_optimizers()["optimizer"]) is AdamW
     module.trainer = quiet_trainer(strategy=LigerDeepSpeedStrategy(config={"zero_optimization": {"stage": 2}}))
     assert type(module.configure_optimizers()["optimizer"]) is torch.optim.AdamW
@@ -85,19 +79,19 @@ def test_optimizer_is_ours_unless_deepspeed_wants_its_own_kind() -> None:
     ("warmup_steps", "min_lr_ratio"), [(3, 0.1), (0, 0.0), (2, 1.0)], ids=["warmup", "none", "constant"]
 )
 def test_learning_rate_rises_then_falls_along_a_cosine(warmup_steps: int, min_lr_ratio: float) -> None:
-    max_steps, peak, rates = 8, 0.01, LearningRates()
+    max_steps, peak, watch = 8, 0.01, Watch()
     module = LigerCausalLM(config=TINY_CONFIG, learning_rate=peak, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
-    quiet_trainer(max_steps=max_steps, callbacks=[rates]).fit(module, DataLoader([tiny_batch()] * 3, batch_size=None))
+    quiet_trainer(max_steps=max_steps, callbacks=[watch]).fit(module, DataLoader([tiny_batch()] * 3, batch_size=None))
     warmup = [peak * (step + 1) / (warmup_steps + 1) for step in range(warmup_steps)]
     num_decaying = max_steps - warmup_steps
     decay = [
         peak * (min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * step / num_decaying)) / 2)
         for step in range(num_decaying)
     ]
-    assert rates.values == pytest.approx(warmup + decay)
-    assert rates.values[warmup_steps] == peak
+    assert watch.rates == pytest.approx(warmup + decay)
+    assert watch.rates[warmup_steps] == peak
     # Past the end it stays at the floor.
-    assert module._learning_rate_factor(max_steps + 5) == pytest.approx(min_lr_ratio)
+    assert module._learning_rate_factor(max_steps + 5, warmup_steps) == pytest.approx(min_lr_ratio)
 
 
 class Endless(IterableDataset[dict[str, Tensor]]):
@@ -105,13 +99,6 @@ class Endless(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return itertools.repeat(tiny_batch())
-
-
-class StopAfter(L.Callback):
-    """Stands in for ``max_time``."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.should_stop = trainer.global_step >= 5
 
 
 @pytest.mark.parametrize(
@@ -123,17 +110,15 @@ class StopAfter(L.Callback):
 def test_learning_rate_of_unknown_steps_stays_at_its_peak_unless_their_number_is_given(
     limits: dict[str, Any], num_training_steps: int | None
 ) -> None:
-    rates, peak = LearningRates(), 0.01
-    module = LigerCausalLM(
-        config=TINY_CONFIG, learning_rate=peak, warmup_steps=2, num_training_steps=num_training_steps
-    )
-    trainer = quiet_trainer(callbacks=[rates, StopAfter()], **limits)
+    watch, peak = Watch(), 0.01
+    options = {"learning_rate": peak, "warmup_steps": 2, "num_training_steps": num_training_steps}
+    module = LigerCausalLM(config=TINY_CONFIG, **options)
+    trainer = quiet_trainer(callbacks=[watch], **limits)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(Endless(), batch_size=None))
-    decayed = 1.0 if num_training_steps is None else 0.55
-    last = 1.0 if num_training_steps is None else 0.1
-    assert rates.values == pytest.approx([peak * factor for factor in (1 / 3, 2 / 3, 1.0, decayed, last)])
+    factors = [1 / 3, 2 / 3, *([1.0] * 6 if num_training_steps is None else [1.0, 0.55, *[0.1] * 4])]
+    assert watch.rates == pytest.approx([peak * factor for factor in factors])
     found = [str(each.message) for each in caught if "num_training_steps" in str(each.message)]
     assert len(found) == (num_training_steps is None)
 
@@ -143,8 +128,8 @@ def test_learning_rate_of_unknown_steps_stays_at_its_peak_unless_their_number_is
 def test_weight_decay_leaves_vectors_and_state_spaces_of_any_architecture(model_type: str, on_meta: bool) -> None:
     config = tiny_config(model_type).to_diff_dict()
     config.pop("model_type")
-    trainer = quiet_trainer(strategy="liger_fsdp" if on_meta else "auto")
-    module = make_module(trainer, model_type=model_type, config=config, weight_decay=0.3)
+    strategy = "liger_fsdp" if on_meta else "auto"
+    module = make_module(strategy, model_type=model_type, config=config, weight_decay=0.3)
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = module.configure_optimizers()["optimizer"].param_groups
     decayed = {names[each]: each for group in groups if group["weight_decay"] for each in group["params"]}
@@ -167,31 +152,19 @@ def checkpoint_folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def test_pretrained_weights_and_config_come_from_the_folder(checkpoint_folder: Path) -> None:
-    trainer = quiet_trainer()
-    module = make_module(trainer, pretrained=str(checkpoint_folder), config={"attention_dropout": 0.1})
-    reference = tiny_llama()
-    assert module.model.config.vocab_size == reference.config.vocab_size
-    for (name, want), got in zip(reference.named_parameters(), module.model.parameters(), strict=True):
-        assert torch.equal(got, want), name
-    assert module.model.training
-    assert module.model.config.use_cache is False
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_model_is_built_in_the_dtype_of_the_precision_plugin(checkpoint_folder: Path, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)  # what bf16-true does around configure_model; restored by a fixture
-    trainer = quiet_trainer()
     for source in ({}, {"pretrained": str(checkpoint_folder), "config": None}):
-        module = make_module(trainer, **source)
+        module = make_module(**source)
         assert {parameter.dtype for parameter in module.model.parameters()} == {dtype}
+        assert module.model.training
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_predict_step_continues_prompts(temperature: float) -> None:
-    trainer = quiet_trainer()
     config = TINY_CONFIG | {"eos_token_id": None}
-    module = make_module(trainer, config=config, max_new_tokens=5, temperature=temperature).eval()
+    module = make_module(config=config, max_new_tokens=5, temperature=temperature).eval()
     apply_liger_kernels(module)
     prompts = tiny_batch(num_ignored=0)["input_ids"]
     draws: list[Tensor] = [module.predict_step({"input_ids": prompts}, 0) for _ in range(3)]
@@ -216,23 +189,22 @@ def test_strategies_that_shard_build_the_model_on_the_meta_device(
     monkeypatch.setattr(LigerCausalLM, "configure_model", noting)
     start = {"pretrained": str(tmp_path)} if source == "folder" else {"config": TINY_CONFIG}
     module = LigerCausalLM(**start, learning_rate=0.01)
-    losses = Losses()
-    trainer = quiet_trainer(strategy=strategy, max_steps=8, callbacks=[losses])
+    watch = Watch()
+    trainer = quiet_trainer(strategy=strategy, max_steps=8, callbacks=[watch])
     trainer.fit(module, DataLoader([tiny_batch()] * 8, batch_size=None))
     assert devices == [{"cpu" if strategy == "liger" else "meta"}]
     assert not module.model.config.use_cache
     if source == "folder":
-        assert losses.values[0] == pytest.approx(tiny_llama()(**tiny_batch()).loss.item(), rel=1e-5)
+        assert watch.losses[0] == pytest.approx(tiny_llama()(**tiny_batch()).loss.item(), rel=1e-5)
     else:
-        assert losses.values[0] == pytest.approx(math.log(TINY_CONFIG["vocab_size"]), rel=0.02)
-    assert losses.values[-1] < losses.values[0] - 0.5
+        assert watch.losses[0] == pytest.approx(math.log(TINY_CONFIG["vocab_size"]), rel=0.02)
+    assert watch.losses[-1] < watch.losses[0] - 0.5
 
 
 def test_architecture_that_does_not_heed_the_meta_device_is_refused_without_weights(tmp_path: Path) -> None:
     config = tiny_config("xlnet").to_diff_dict()
     config.pop("model_type")
-    trainer = quiet_trainer(strategy="liger_fsdp")
     with pytest.raises(ValueError, match="model_type='xlnet' cannot be built on the meta device with random weights"):
-        make_module(trainer, model_type="xlnet", config=config, attn_implementation="eager")
+        make_module("liger_fsdp", model_type="xlnet", config=config, attn_implementation="eager")
     tiny_causal_lm("xlnet").save_pretrained(tmp_path)
-    make_module(trainer, config=None, pretrained=str(tmp_path), attn_implementation="eager")
+    make_module("liger_fsdp", config=None, pretrained=str(tmp_path), attn_implementation="eager")

@@ -1,7 +1,6 @@
 """The mixin's loss is the model's own, with the losses that it adds to cross entropy, in one batch and in many."""
 
 import copy
-import dataclasses
 import warnings
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from lightning_liger import LigerCallback, apply_liger_kernels
 from lightning_liger.training.language_model import LanguageModel
@@ -33,20 +32,6 @@ class LM(LoggingLM):
         super().__init__(tiny_mixtral() if model is None else model)
 
 
-def micro_batches() -> list[dict[str, Tensor]]:
-    """Of unequal sizes, with unequal numbers of labels; the last one has none."""
-    return [tiny_batch(2, 11, 4, seed=1), tiny_batch(1, 7, 1, seed=2), tiny_batch(1, 9, 9, seed=3)]
-
-
-def parts(model: PreTrainedModel) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Loss, router's part and number of tokens of each micro-batch with a label, from the stock model."""
-    found = []
-    for batch in micro_batches()[:2]:
-        output = model(**batch)
-        found.append((output.loss, COEFFICIENT * output.aux_loss, (batch["labels"][:, 1:] != -100).sum()))
-    return found
-
-
 def num_with_more(module: LM, stage: str) -> bool:
     """Whether losses that the model adds were seen."""
     return bool(module.step_metrics[f"{stage}_metrics"]["aux_loss"].parts[1] > 0)
@@ -61,8 +46,7 @@ def assert_same_gradients(model: nn.Module, other: nn.Module, rtol: float = 1e-5
 @pytest.mark.parametrize("architecture", ["mixtral", "bamba", "olmoe", "gpt_oss", "qwen3_next", "llama"])
 def test_loss_and_gradients_of_one_batch_are_those_of_the_stock_model(architecture: str, patched: bool) -> None:
     stock = tiny_causal_lm(architecture).eval()
-    if architecture == "bamba":
-        stock.z_loss_coefficient = 0.05
+    stock.z_loss_coefficient = 0.05  # of bamba
     module = LM(copy.deepcopy(stock))
     if patched:
         apply_liger_kernels(module.model)
@@ -107,19 +91,22 @@ def test_model_is_left_with_its_own_loss() -> None:
     module.model.forward = lambda **_: 1 / 0
     module._language_model = None
     with pytest.raises(ZeroDivisionError):
-        module._lm_step("train", tiny_batch())
+        module.training_step(tiny_batch(), 0)
     assert module.model.loss_function.__name__ == "ForCausalLMLoss"
     copy.deepcopy(module)  # holds no graph
 
 
 def test_accumulated_router_losses_are_weighted_by_tokens() -> None:
+    """Batches of unequal sizes, with unequal numbers of labels; the last one has none."""
     module, model = LM(), tiny_mixtral()
+    batches = [tiny_batch(2, 11, 4, seed=1), tiny_batch(1, 7, 1, seed=2), tiny_batch(1, 9, 9, seed=3)]
     trainer = quiet_trainer(max_epochs=1, callbacks=[LigerCallback()], accumulate_grad_batches=3)
-    trainer.fit(module, DataLoader(micro_batches(), batch_size=None))
-    found = parts(model)
-    num_tokens = sum(count for *_, count in found)
-    total = sum(loss * count for loss, _, count in found) / num_tokens
-    router = sum(auxiliary * count for _, auxiliary, count in found) / num_tokens
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    outputs = [model(**batch) for batch in batches[:2]]
+    counts = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches[:2]])
+    shares = counts / counts.sum()
+    total = (torch.stack([output.loss for output in outputs]) * shares).sum()
+    router = (COEFFICIENT * torch.stack([output.aux_loss for output in outputs]) * shares).sum()
     total.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     for got, want in zip(module.model.parameters(), model.parameters(), strict=True):
@@ -133,39 +120,33 @@ def test_accumulated_router_losses_are_weighted_by_tokens() -> None:
 
 def test_epoch_resumes_with_the_router_losses_so_far() -> None:
     module, resumed = LM(), LM()
-    for batch in micro_batches()[:2]:
-        module.training_step(batch, 0)
+    for seed in (1, 2):
+        module.training_step(tiny_batch(seed=seed), 0)
     resumed.load_rank_state_dict(module.rank_state_dict())
     for name, metric in module.step_metrics["train_metrics"].items():
         torch.testing.assert_close(resumed.step_metrics["train_metrics"][name].compute(), metric.compute())
     LM().load_rank_state_dict({"train_metrics": torch.ones(3, 2)})  # of version 0.1.0
 
 
-@dataclasses.dataclass
-class CausalLMOutputWithLosses(ModelOutput):
-    logits: Tensor | None = None
-    balance_loss: Tensor | None = None
-
-
 class OwnLoss(nn.Module):
-    """Around a Llama, whose output gets further losses."""
+    """Around a Llama, whose output gets a further loss."""
 
-    def __init__(self, **losses: Tensor) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.llama, self.losses = tiny_llama(), losses
+        self.llama = tiny_llama()
 
-    def forward(self, input_ids: Tensor) -> ModelOutput:
-        return CausalLMOutputWithLosses(logits=self.llama(input_ids).logits, **self.losses)
+    def forward(self, input_ids: Tensor) -> MoeCausalLMOutputWithPast:
+        return MoeCausalLMOutputWithPast(logits=self.llama(input_ids).logits, aux_loss=torch.tensor(1.0))
 
 
 def test_losses_that_a_model_returns_apart_are_named_in_one_warning() -> None:
-    module = LM(OwnLoss(balance_loss=torch.tensor(1.0)))
+    module = LM(OwnLoss())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module.training_step(tiny_batch(), 0)
         module.training_step(tiny_batch(), 0)
     (message,) = [str(each.message) for each in caught if "loss" in str(each.message)]
-    assert "OwnLoss returns ['balance_loss']" in message
+    assert "OwnLoss returns ['aux_loss']" in message
     assert "training_step" in message
 
 
@@ -186,10 +167,11 @@ def test_further_heads_keep_their_loss_function() -> None:
     torch.testing.assert_close(LM(model).training_step(batch, 0), want)
 
 
-def test_steps_make_no_cache_unless_asked_to() -> None:
-    """It would hold the keys and values of all layers until the end of backward."""
-    model, caches = tiny_llama(), []
-    assert model.config.use_cache
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_steps_make_no_cache_unless_asked_to(model_type: str) -> None:
+    """It would hold the keys and values of all layers until the end of backward; GPT-2 is not given an empty one."""
+    model, caches = tiny_causal_lm(model_type), []
+    model.config.use_cache = True
     model.register_forward_hook(lambda module, args, output: caches.append(output.past_key_values))
     module = LM(model)
     module.training_step(tiny_batch(), 0)

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -35,27 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Saving(L.Callback):
-    """Saves a checkpoint after each step, as :class:`ModelCheckpoint` does."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def fit(
-    module: LigerCausalLM,
-    path: Path,
-    steps: int,
-    *callbacks: L.Callback,
-    strategy: str = "liger",
-    ckpt_path: Any = None,
-) -> L.Trainer:
-    trainer = quiet_trainer(default_root_dir=path, max_steps=steps, strategy=strategy, callbacks=list(callbacks))
+def fit(module: LigerCausalLM, path: Path, steps: int, strategy: str = "liger", ckpt_path: Any = None) -> Path:
+    """Returns the checkpoint of the last step."""
+    saving = ModelCheckpoint(path, f"{steps}-{{step}}", every_n_train_steps=1, save_top_k=1, monitor=None)
+    trainer = quiet_trainer(max_steps=steps, strategy=strategy, callbacks=[saving], enable_checkpointing=True)
     trainer.fit(module, DataLoader([tiny_batch()] * 8, batch_size=None), ckpt_path=ckpt_path)
-    return trainer
+    return Path(saving.best_model_path)
 
 
 def settings(folder: Path | None, **others: Any) -> dict[str, Any]:
@@ -77,9 +62,7 @@ def test_only_adapters_learn_and_training_resumes_and_is_exported(
         for steps in starts:
             torch.manual_seed(1)
             module = LigerCausalLM(**arguments)
-            saving = Saving(tmp_path / f"{name}-{steps}.ckpt")
-            fit(module, tmp_path, steps, saving, strategy=strategy, ckpt_path=checkpoint)
-            checkpoint = saving.path
+            checkpoint = fit(module, tmp_path / f"{name}-{steps}", steps, strategy, checkpoint)
         if strategy == "liger":
             with torch.no_grad():
                 logits = module.model.eval()(input_ids=tiny_batch()["input_ids"]).logits + 0
@@ -111,10 +94,10 @@ def test_tied_weights_are_untied_by_the_export_only_if_one_has_adapters(tmp_path
         None, config={**TINY_CONFIG, "tie_word_embeddings": True}, lora={**LORA, "target_modules": modules}
     )
     module = LigerCausalLM(**arguments)
-    fit(module, tmp_path, 2).save_checkpoint(tmp_path / "tied.ckpt")
+    checkpoint = fit(module, tmp_path, 2)
     with torch.no_grad():
         logits = module.model.eval()(input_ids=tiny_batch()["input_ids"]).logits + 0
-    export_pretrained(LigerCausalLM(**arguments), tmp_path / "tied.ckpt", tmp_path / "out")
+    export_pretrained(LigerCausalLM(**arguments), checkpoint, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(exported(input_ids=tiny_batch()["input_ids"]).logits, logits)
     assert exported.config.tie_word_embeddings == (modules == ["q_proj"])

@@ -9,46 +9,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BertForTokenClassification,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from lightning_liger import LigerLMMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
-from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_llama
+from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
-SIZES = {"vocab_size": 61, "d_model": 16}
 BERT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
+T5 = {"d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+SIZES = {"vocab_size": 61, "d_model": 16, "max_position_embeddings": 64}
+BART = {f"{name}_{key}": n for name in ("encoder", "decoder") for key, n in (("layers", 1), ("attention_heads", 2))}
 CLASSES = {"num_labels": 5}
+MODELS = {
+    "t5": (AutoModelForSeq2SeqLM, "t5", T5 | SIZES),
+    "bart": (AutoModelForSeq2SeqLM, "bart", BART | SIZES),
+    "bert": (AutoModelForMaskedLM, "bert", BERT),
+    "bert classes": (AutoModelForTokenClassification, "bert", BERT | CLASSES),
+    "llama classes": (AutoModelForTokenClassification, "llama", TINY_CONFIG | CLASSES),
+    "llama sequences": (AutoModelForSequenceClassification, "llama", TINY_CONFIG | CLASSES),
+}
 
 
 def make_model(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    if kind == "t5":
-        return T5ForConditionalGeneration(
-            T5Config(d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, **SIZES)
-        )
-    if kind == "bart":
-        names = ("encoder", "decoder")
-        parts = {
-            f"{name}_{key}": n for name in names for key, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
-        }
-        return BartForConditionalGeneration(BartConfig(max_position_embeddings=64, **SIZES, **parts))
-    if kind == "bert":
-        return BertForMaskedLM(BertConfig(**BERT))
-    if kind == "bert classes":
-        return BertForTokenClassification(BertConfig(**BERT, **CLASSES))
-    config = type(tiny_llama().config)(**(TINY_CONFIG | CLASSES))
-    return (LlamaForTokenClassification if kind == "llama classes" else LlamaForSequenceClassification)(config)
+    cls, model_type, settings = MODELS[kind]
+    return cls.from_config(AutoConfig.for_model(model_type, **settings))
 
 
 class LM(LigerLMMixin, L.LightningModule):

@@ -87,20 +87,15 @@ def test_default_step_logs_metrics_over_all_tokens_of_the_epoch(stage: str, patc
         assert (ledger.num_losses, ledger.num_materialized) == (num_batches + num_sanity_checks, 0)
 
 
-def make_module(patched: bool) -> LM:
-    module = LM()
-    module.configure_model()
-    if patched:
-        apply_liger_kernels(module)
-    return module
-
-
 @pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step"])
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
 def test_no_step_of_a_patched_model_makes_a_tensor_of_the_logits_size(
     step: str, patched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = make_module(patched)
+    module = LM()
+    module.configure_model()
+    if patched:
+        apply_liger_kernels(module)
     batch = tiny_batch(batch_size=8, seq_len=16)
     logits_size = batch["labels"].numel() * VOCAB_SIZE
     sizes = TensorSizes(monkeypatch)

@@ -2,48 +2,40 @@
 
 import copy
 import random
+from itertools import chain
 
-import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_liger import LigerLMMixin
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.architectures import tiny_causal_lm
-
-
-class LM(LigerLMMixin, L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+from tests.lightning_liger.training.logging_lm import LoggingLM
 
 
 def random_rows(seed: int, vocab_size: int) -> tuple[dict[str, Tensor], list[Tensor]]:
     """A batch of packed rows with random padding, and its documents."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    documents, rows, length = [], [], rng.choice([9, 16])
+    parts, length = [], rng.choice([9, 16])
     gaps = rng.choice([0, 0, 3])  # padding after each document, or at the end only
-    for _ in range(rng.choice([1, 2, 3])):
-        row, left = [], length - rng.choice([0, 1, 4])
+    num_rows = rng.choice([1, 2, 3])
+    for _ in range(num_rows):
+        at_end = rng.choice([0, 1, 4])
+        left = length - at_end
         while left > 0:
             document = torch.randint(vocab_size, (min(left, rng.randint(1, 7)),))
             padding = min(rng.randint(0, gaps), left - len(document))
-            documents.append(document)
-            row.append((document, padding))
             left -= len(document) + padding
-        row[-1] = row[-1][0], length - sum(len(each) for each, _ in row) - sum(padding for _, padding in row[:-1])
-        rows.append(row)
-    batch = {
-        "input_ids": [[*each.tolist(), *[rng.randrange(vocab_size)] * n] for row in rows for each, n in row],
-        "labels": [[*each.tolist(), *[-100] * n] for row in rows for each, n in row],
-        "attention_mask": [[1] * len(each) + [0] * n for row in rows for each, n in row],
-        "position_ids": [list(range(len(each) + n)) for row in rows for each, n in row],
+            parts.append((document, padding if left else padding + at_end))
+    documents = [document for document, _ in parts]
+    columns = {
+        "input_ids": [[*each.tolist(), *[rng.randrange(vocab_size)] * n] for each, n in parts],
+        "labels": [[*each.tolist(), *[-100] * n] for each, n in parts],
+        "attention_mask": [[1] * len(each) + [0] * n for each, n in parts],
+        "position_ids": [range(len(each) + n) for each, n in parts],
     }
-    found = {
-        key: torch.cat([torch.tensor(part) for part in parts]).view(len(rows), length) for key, parts in batch.items()
-    }
+    found = {key: torch.tensor([*chain(*column)]).view(num_rows, length) for key, column in columns.items()}
     if found["attention_mask"].all() and rng.random() < 0.5:
         found["attention_mask"] = found["attention_mask"].float()
     return found, documents
@@ -54,7 +46,7 @@ def test_loss_and_gradients_are_those_of_separate_rows(architecture: str) -> Non
     model = tiny_causal_lm(architecture)
     for seed in range(15):
         batch, documents = random_rows(seed, model.config.vocab_size)
-        packed, separate = LM(model), LM(copy.deepcopy(model))
+        packed, separate = LoggingLM(model), LoggingLM(copy.deepcopy(model))
         packed.zero_grad()
         kept = batch | {"attention_mask": batch["attention_mask"].clone()}
         loss = packed.training_step(batch, 0)
@@ -87,7 +79,7 @@ def test_mask_within_a_packed_document_is_refused() -> None:
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [1, 1, 0, 1, 2]], ids=["counted", "of tokens"])
 def test_mask_of_padding_on_the_left_stays(positions: list[int]) -> None:
-    model = LM(tiny_causal_lm("llama"))
+    model = LoggingLM(tiny_causal_lm("llama"))
     ids, position_ids = torch.arange(5)[None] + 3, torch.tensor([positions])
     padded = {"input_ids": ids, "position_ids": position_ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     labels = ids.masked_fill(torch.arange(5) < 3, -100)  # no token is predicted from padding

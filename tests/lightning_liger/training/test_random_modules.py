@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -15,55 +15,16 @@ from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerLMMixin
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from tests.lightning_liger.tiny import quiet_trainer
 
 VOCAB_SIZE = 5
 HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "setup",
-)
-
-
-@dataclass
-class Program:
-    """What a user wrote."""
-
-    loss: str  # tokens, one_unit or two_units
-    step: str  # inherited, own or mixed
-    added: float  # weight of a regularizer that is added to the loss
-    factor: float  # that the loss is multiplied by
-    halves: bool  # whether the inherited step is called for each half of the rows
-    returns: str  # tensor, dict
-    skipped: dict[int, str]  # batches without a loss, before or after the inherited step ran
-    hooks: dict[str, bool]  # overridden ones, and whether they call super()
-    backward: bool
-    optimizer_step: str
-    zero_grad: str
-    clipping: tuple[str, float] | None
-    parameter_hook: str
-    in_backward: bool
-    manual: str
-    accumulate: int
-    epochs: int
-    callback: bool
-    normalization: str
-    strategy: str
-    averages: bool
-    """Whether a callback trains an average of the weights, which validation and the end of training take."""
-    validation: list[list[dict[str, Tensor]]] = field(repr=False)
-    """The batches of each loader."""
-    batches: list[dict[str, Tensor]] = field(repr=False)
+    "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward",
+    "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end",
+    "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "setup",
+)  # fmt: skip
+Program = SimpleNamespace
+"""What a user wrote, see ``make_program``."""
 
 
 def make_batches(rng: random.Random, number: int, may_be_empty: bool) -> list[dict[str, Tensor]]:
@@ -105,12 +66,12 @@ def make_program(seed: int) -> Program:
     return Program(
         loss=loss,
         step=step,
-        added=rng.choice([0.0, 0.0, 0.3, 3.0]),
-        factor=rng.choice([1.0, 1.0, 0.5]),
-        halves=not rng.randrange(6),
+        added=rng.choice([0.0, 0.0, 0.3, 3.0]),  # weight of a regularizer that is added to the loss
+        factor=rng.choice([1.0, 1.0, 0.5]),  # that the loss is multiplied by
+        halves=not rng.randrange(6),  # whether the inherited step is called for each half of the rows
         returns=rng.choice(["tensor", "dict"]),
-        skipped=skipped,
-        hooks=hooks,
+        skipped=skipped,  # batches without a loss, before or after the inherited step ran
+        hooks=hooks,  # overridden ones, and whether they call super()
         backward=not rng.randrange(4),
         optimizer_step=optimizer_step,
         zero_grad=rng.choice(["", "", "", "zeros", "never"]) if not manual else "",
@@ -123,6 +84,7 @@ def make_program(seed: int) -> Program:
         callback=rng.random() < 0.5,
         normalization=normalization,
         strategy=rng.choice(["auto", "liger"]),
+        # Whether a callback trains an average of the weights, which validation and the end of training take.
         averages=not manual and optimizer_step != "every other" and not rng.randrange(4),
         validation=validation,
         batches=make_batches(rng, number, may_be_empty),
@@ -263,10 +225,6 @@ def step_at_once(parameter: nn.Parameter) -> None:
     parameter.grad = None
 
 
-def _closure_first(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-    optimizer.step(closure=closure)
-
-
 def _every_other(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
     if batch_idx % 2:
         optimizer.step(closure=closure)
@@ -278,7 +236,10 @@ PARAMETER_HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "double": lambda gradient: 2 * gradient,
     "clamp": lambda gradient: gradient.clamp(-0.02, 0.02),
 }
-OPTIMIZER_STEPS = {"closure": _closure_first, "every other": _every_other}
+OPTIMIZER_STEPS: dict[str, Callable[..., None]] = {
+    "closure": lambda self, epoch, batch_idx, optimizer, closure: optimizer.step(closure=closure),
+    "every other": _every_other,
+}
 
 
 class Watch(L.Callback):
@@ -314,19 +275,15 @@ class Result(NamedTuple):
 
 def run(program: Program) -> Result:
     module, watch = make_module(program), Watch()
-    clipping: dict[str, Any] = {}
-    if program.clipping is not None:
-        clipping = {"gradient_clip_algorithm": program.clipping[0], "gradient_clip_val": program.clipping[1]}
+    names = ("gradient_clip_algorithm", "gradient_clip_val")
+    clipping: dict[str, Any] = dict(zip(names, program.clipping or (), strict=False))
     callbacks: list[L.Callback] = [watch]
     if program.callback and program.strategy == "auto":
         callbacks.append(LigerCallback())
     if program.averages:
         callbacks.append(WeightAveraging(avg_fn=lambda old, new, _: 0.8 * old + 0.2 * new))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=program.epochs, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=program.accumulate,
-        strategy=program.strategy, callbacks=callbacks, **clipping,
-    )  # fmt: skip
+    options = {"max_epochs": program.epochs, "accumulate_grad_batches": program.accumulate, **clipping}
+    trainer = quiet_trainer(strategy=program.strategy, callbacks=callbacks, **options)
     loaders = [DataLoader(batches, batch_size=None) for batches in program.validation]  # type: ignore[arg-type]
     trainer.fit(module, DataLoader(program.batches, batch_size=None), loaders or None)  # type: ignore[arg-type]
     logged = trainer.callback_metrics.get("train_loss_step")
