@@ -64,11 +64,12 @@ def test_steps_stay_within_the_budget_whatever_batches_come_and_others_take(budg
         trained.model.memory.transient(10**5)  # validation, whose peak is not one of a step
         peak = trained.step(*batches)
         assert peak <= budget
-        if number < 2 or max(batches) > largest:  # nothing is extrapolated upwards
-            assert trained.modes == ["recompute"] * 6
+        if number < 2 or max(batches) > largest:  # nothing is extrapolated upwards, but for what might not fit
+            assert trained.planner.plan is None
+            assert trained.modes in (["recompute"] * 6, ["offload"] * 6)
         else:
             assert trained.planner.plan.modes == tuple(trained.modes)
-            assert trained.planner.plan.predicted_peak <= 0.99 * budget
+            assert trained.planner.plan.predicted_peak <= budget - budget // 100
         largest = max(largest, *batches) if number else 0
         trained.model.memory.add(-taken)
 
