@@ -18,8 +18,6 @@ from liger_ops.recipes import listening
 
 _PLAIN = frozenset((Tensor, Parameter))
 _CAST = "ToCopyBackward0"
-_Layout = tuple[Sequence[int], Sequence[int], int | torch.SymInt]
-"""Size, stride and offset of a view."""
 
 
 def count_writes(tensor: Tensor) -> int:
@@ -62,9 +60,8 @@ class _Call:
     def get(self) -> Sequence[Tensor]:
         outputs = self.outputs
         if outputs is None:
-            args = [arg.get() if isinstance(arg, Kept | Recomputed) else arg for arg in self.args]
             with torch.no_grad(), listening(None):
-                result = self.function(*args)
+                result = self.function(*(arg.get() if isinstance(arg, Kept | Recomputed) else arg for arg in self.args))
             self.outputs = outputs = result if isinstance(result, tuple) else (result,)
             if [_layout(each) for each in outputs] != self.layouts:
                 raise RuntimeError(f"{self.function.__name__} made outputs of another layout than in forward")
@@ -72,11 +69,11 @@ class _Call:
 
 
 class Recomputed:
-    """A view of an output that is not kept."""
+    """A view, of this size, stride and offset, of an output that is not kept."""
 
     __slots__ = ("call", "has_asked", "index", "layout")
 
-    def __init__(self, call: _Call, index: int, layout: _Layout) -> None:
+    def __init__(self, call: _Call, index: int, *layout: Any) -> None:
         self.call, self.index, self.layout = call, index, layout
         self.has_asked = False
         call.num_waiting += 1
@@ -111,6 +108,10 @@ class _Made:
         self.writes: Tensor | None = None
         """A tensor without memory that counts the same writes, if casts of the output are made again."""
 
+    def again(self, tensor: Tensor) -> Recomputed:
+        """What makes ``tensor``, a view of the output, again."""
+        return Recomputed(self.call, self.index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
 
 class CheapTensors:
     """Decides for each tensor that autograd saves in one run of a layer whether to keep it or how to make it.
@@ -138,7 +139,7 @@ class CheapTensors:
         kept: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor) and (found := self._find(arg)) is not None:
-                kept.append(Recomputed(found.call, found.index, _view(arg)))
+                kept.append(found.again(arg))
             elif not isinstance(arg, Tensor):
                 kept.append(arg)
             # DeepSpeed frees a parameter outside of its module's forward and backward.
@@ -178,7 +179,7 @@ class CheapTensors:
         size, stride, _, device = source.call.layouts[source.index]
         if (cast.shape, cast.stride(), cast.device) != (size, stride, device) or not _owns_memory(cast):
             return None
-        whole = Recomputed(source.call, source.index, (size, stride, 0))
+        whole = Recomputed(source.call, source.index, size, stride, 0)
         made = _Made(_Call((cast,), torch.Tensor.to, (whole, cast.dtype)), 0, cast)
         self._made[made.storage.cdata] = made
         return made if not tensor.is_neg() else None
@@ -193,7 +194,7 @@ class CheapTensors:
             num_bytes = tensor.untyped_storage().nbytes()
             self.dropped_bytes += num_bytes
             self.largest_bytes = max(self.largest_bytes, num_bytes)
-        return Recomputed(made.call, made.index, _view(tensor)) if self._drops else keep(tensor)
+        return made.again(tensor) if self._drops else keep(tensor)
 
 
 def _owns_memory(output: Tensor) -> bool:
@@ -206,10 +207,6 @@ def keep(tensor: Tensor) -> Kept:
     """Keeps what autograd saves."""
     # An op may save its own output, whose graph it must not keep: the cycle would outlive a graph without a backward.
     return Kept(tensor if tensor.is_leaf else tensor.detach())
-
-
-def _view(tensor: Tensor) -> _Layout:
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 def _layout(tensor: Tensor) -> tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]:

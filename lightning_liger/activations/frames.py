@@ -127,12 +127,11 @@ class Frame:
     Args:
         layer: Whose buffers and training flags the second run sees as the first one did.
         run: Runs it, a :class:`~lightning_liger.activations.layers.LayerRun`, which is told about the second run.
-        keep: Keeps a tensor in the arguments that requires a gradient.
+        keep: Keeps a tensor in the arguments.
     """
 
-    def __init__(self, layer: nn.Module, run: Any, keep: Callable[[Tensor], Kept | Offloaded] = Kept) -> None:
-        self._run = run
-        self._keep = keep
+    def __init__(self, layer: nn.Module, run: Any, keep: Callable[[Tensor], Kept | Offloaded]) -> None:
+        self._run, self._keep = run, keep
         self._slots: list[weakref.ref[_Slot]] = []
         self._num_seen = 0
         self._cheap: CheapTensors | None = None
@@ -143,7 +142,7 @@ class Frame:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer with these arguments, as backward will do again."""
-        self._arguments = _map(Tensor, self._held, (args, kwargs))
+        self._arguments = _map(Tensor, self._keep, (args, kwargs))
         inputs = [(tensor, count_writes(tensor)) for tensor in tensors_in((args, kwargs))]
         with saved_tensors_hooks(self._reserve, _fetch):
             outputs = self._run(*args, **kwargs)
@@ -154,9 +153,6 @@ class Frame:
             )
         self._state.check()
         return outputs
-
-    def _held(self, tensor: Tensor) -> Kept | Offloaded:
-        return self._keep(tensor) if tensor.requires_grad and not tensor.is_leaf else Kept(tensor)
 
     def _reserve(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self, tensor)

@@ -79,7 +79,7 @@ class ControlledLayers:
     has_run: bool = False
     observer: Any = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    _host_memory: dict[torch.device, HostMemory] = field(default_factory=dict)
+    _host_memory: Callable[[torch.device], HostMemory] = field(default_factory=lambda: functools.cache(HostMemory))
 
     def __post_init__(self) -> None:
         self.modes = ["cheap"] * len(self.layers)
@@ -98,7 +98,7 @@ class ControlledLayers:
         first = inputs[0]
         if self.observer is not None:
             self.sizes[index].inputs = sum(each.nbytes for each in inputs if _can_leave(each))
-            self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
+            self.observer.forward_starts(index, first.shape[:-1].numel())
         mode = self.modes[index]
         if mode in ("recompute", "offload"):
             if any(_has_history(layer, each) for each in (*args, *kwargs.values())):
@@ -114,23 +114,17 @@ class ControlledLayers:
                 kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         run = LayerRun(self, index, mode, first.device, forward)
         if mode == "store":
-            outputs = run(*args, **kwargs)
-        elif mode == "cheap":
+            return run(*args, **kwargs)
+        if mode == "cheap":
             cheap = CheapTensors(first.device.type)
             with listening(cheap.listener), saved_tensors_hooks(cheap.pack, _unpack):
                 outputs = run(*args, **kwargs)
             run.sizes.cheap = cheap.dropped_bytes
-        else:
-            keep = self._offload if mode == "offload" and first.is_cuda else Kept
-            outputs = Frame(layer, run, keep).run(args, kwargs)
-        return outputs
+            return outputs
+        return Frame(layer, run, self._offload if mode == "offload" and first.is_cuda else Kept).run(args, kwargs)
 
     def _offload(self, tensor: Tensor) -> Kept | Offloaded:
-        if not _can_leave(tensor):
-            return Kept(tensor)
-        if tensor.device not in self._host_memory:
-            self._host_memory[tensor.device] = HostMemory(tensor.device)
-        return self._host_memory[tensor.device].offload(tensor)
+        return Offloaded(self._host_memory(tensor.device), tensor) if _can_leave(tensor) else Kept(tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,19 +169,14 @@ class LayerRun:
 
 _unpack = methodcaller("get")
 _run: ContextVar[LayerRun | None] = ContextVar("lightning_liger_layer_run", default=None)
-
-
-def current_run() -> LayerRun | None:
-    """The layer whose forward runs, also when it runs again in backward; None outside of such layers."""
-    return _run.get()
+current_run = _run.get
+"""Returns the layer whose forward runs, also when it runs again in backward; None outside of such layers."""
 
 
 def _hooks_are_taken() -> bool:
     """Whether somebody else keeps what autograd saves, as activation checkpointing around this layer does."""
-    autograd: Any = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        return True
-    return autograd._top_saved_tensors_default_hooks(False) is not None
+    state: Any = torch._C._autograd
+    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
 
 
 def _can_leave(tensor: Tensor) -> bool:
@@ -264,9 +253,7 @@ def find_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = 
             models, the items of one class that a ``ModuleList`` or ``Sequential`` has more than one of.
     """
     wanted = tuple(classes) if classes is not None else tuple(unsplit_classes(model))
-    if wanted:
-        return _outermost(model, lambda module, parent: isinstance(module, wanted))
-    return _outermost(model, _is_repeated)
+    return _outermost(model, (lambda module, parent: isinstance(module, wanted)) if wanted else _is_repeated)
 
 
 def unsplit_classes(model: nn.Module) -> set[type[nn.Module]]:

@@ -167,27 +167,24 @@ class _TiledFunction(torch.autograd.Function):
         wanted = {index: parameters[index].detach().requires_grad_() for index, need in enumerate(needs) if need}
         sums: dict[int, Tensor] = {}
         grad_x = x.new_zeros(x.shape) if needs_x else None
-        grad_tiles = None if grad_x is None else tiled.split(grad_x)
+        grad_tiles = () if grad_x is None else tiled.split(grad_x)
         with ctx.surroundings.again(), tiled.with_parameters(wanted):
             for number, (tile, grad) in enumerate(zip(tiled.split(x), tiled.split(grad_output), strict=True)):
                 leaf = tile.detach().requires_grad_(needs_x)
                 with torch.enable_grad():
                     output = tiled.compute(tiled.module, leaf)
-                inputs = [*wanted.values(), *([leaf] if needs_x else [])]
-                gradients = list(torch.autograd.grad(output, inputs, grad, allow_unused=True))
+                inputs = wanted | ({-1: leaf} if needs_x else {})
+                gradients = torch.autograd.grad(output, list(inputs.values()), grad, allow_unused=True)
                 del output
-                own = gradients.pop() if needs_x else None
-                if grad_tiles is not None and own is not None:
-                    grad_tiles[number].copy_(own)
-                for index, gradient in zip(wanted, gradients, strict=True):
+                for index, gradient in zip(inputs, gradients, strict=True):
                     if gradient is None:
                         continue
-                    if index in sums:
+                    if index == -1:
+                        grad_tiles[number].copy_(gradient)
+                    elif index in sums:
                         sums[index] += gradient
                     else:  # a copy, because a gradient may be a view of something else
                         sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-                del gradients, own
-        rounded = (
-            sums.pop(index).to(parameter.dtype) if index in sums else None for index, parameter in enumerate(parameters)
-        )
+                del gradients
+        rounded = (sums.pop(index).to(each.dtype) if index in sums else None for index, each in enumerate(parameters))
         return None, grad_x, *rounded

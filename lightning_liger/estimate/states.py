@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from liger_ops.arguments import check_choice, check_integer, wrong_value
+from liger_ops.arguments import check_choice, wrong_value
 from lightning_liger.activations.layers import find_layers
 
 StrategyName = Literal["single", "ddp", "fsdp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
@@ -102,14 +103,13 @@ class States:
     """The bytes on each GPU.
 
     Attributes:
-        sharding: What the strategy shards.
+        sharding: What the strategy shards; nothing over one GPU.
         num_gpus: How many GPUs train together.
         weight_bytes: Of weights between their uses.
         gathered_bytes: Of weights that are gathered from forward to the end of backward, besides those of a layer.
         optimizer_bytes: Of the optimizer's states and float32 weights, if there are any besides the model's.
         step_bytes: What the optimizer's step makes for a moment.
         bucket_bytes: Of gradients in buckets.
-        forward_bytes: Of buckets that exist in the forward of the second step, when DDP has made others.
         backward_bytes: Of buckets that exist in backward only.
         bytes_of_gradient: Of one number in what is kept of gradients.
     """
@@ -121,37 +121,19 @@ class States:
     optimizer_bytes: int
     step_bytes: int
     bucket_bytes: int
-    forward_bytes: int
     backward_bytes: int
     bytes_of_gradient: int
 
-    @property
-    def is_split(self) -> bool:
-        """Whether units gather weights and reduce gradients: each layer, and the rest."""
-        return self.num_gpus > 1 and not self.sharding.zero_stage
-
-    @property
-    def flattens(self) -> bool:
-        """Whether all parameters of a layer, or of the rest, have gradients if one of them is trained."""
-        return self.num_gpus > 1 and self.sharding.flattens
-
     def totals(self, model: nn.Module) -> dict[str, int]:
         """The bytes of weights, gradients and the optimizer, by these names."""
-        gradients = self.gradient_bytes(self.with_gradients(model)) + self.bucket_bytes
+        trained = dict.fromkeys(each for unit in units_of(model) for each in self.trained(unit))
+        gradients = self.gradient_bytes(trained) + self.bucket_bytes
         return {"weights": self.weight_bytes, "gradients": gradients, "optimizer": self.optimizer_bytes}
 
-    def with_gradients(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that have gradients."""
-        units = [list(layer.parameters()) for layer in find_layers(model)] if self.flattens else []
-        inside = {id(each) for unit in units for each in unit}
-        units.append([each for each in model.parameters() if id(each) not in inside])
-        return [each for unit in units for each in self.trained(unit)]
-
-    def trained(self, unit: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def trained(self, unit: list[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that have gradients, of a layer or of all others."""
-        every = list(unit)
-        own = [each for each in every if each.requires_grad]
-        return every if own and self.flattens else own
+        own = [each for each in unit if each.requires_grad]
+        return unit if own and self.sharding.flattens else own
 
     def gradient_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """What is kept of the gradients of these parameters."""
@@ -159,16 +141,18 @@ class States:
         return sum(-(-each.numel() // num_shards) for each in parameters) * self.bytes_of_gradient
 
 
-def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) -> None:
-    """Raises for names that are in none of the tables, and for numbers of GPUs and precisions that do not fit.
+def units_of(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each layer, and all others."""
+    units = [list(layer.parameters()) for layer in find_layers(model)]
+    inside = set(chain.from_iterable(units))
+    return [*units, [each for each in model.parameters() if each not in inside]]
 
-    Raises:
-        ValueError: Naming the known ones.
-    """
+
+def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) -> None:
+    """Raises ValueError for names that are in none of the tables, and for what does not fit the strategy."""
     check_choice("strategy", strategy, tuple(STRATEGIES))
     check_choice("precision", precision, tuple(PRECISIONS))
     check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
-    check_integer("num_gpus", num_gpus, at_least=1)
     if strategy == "single" and num_gpus > 1:
         raise wrong_value("num_gpus", "1 for strategy 'single'", num_gpus)
     if PRECISIONS[precision].is_mixed and not STRATEGIES[strategy].casts_weights:
@@ -187,10 +171,11 @@ def states_of(
 ) -> States:
     """The bytes of a model's weights, gradients and optimizer on each GPU.
 
-    Parameters that require no gradient have neither gradients nor states. Raises as :func:`check_choices`.
+    Parameters that require no gradient have neither gradients nor states.
     """
-    check_choices(strategy, num_gpus, precision, optimizer)
     sharding, dtypes, kind = STRATEGIES[strategy], PRECISIONS[precision], OPTIMIZERS[optimizer]
+    if num_gpus == 1:
+        sharding = sharding._replace(weights=False, gradients=False, optimizer=False, flattens=False)
     parameters = list(model.parameters())
     total = sum(each.numel() for each in parameters)
     trained = sum(each.numel() for each in parameters if each.requires_grad)
@@ -221,7 +206,6 @@ def states_of(
         optimizer_bytes=own * (kind.num_states * (full if stage else size) + (full if stage else 0)),
         step_bytes=step_bytes,
         bucket_bytes=bucket_bytes,
-        forward_bytes=bucket_bytes if sharding.joins_gradients else 0,
         backward_bytes=backward_bytes,
         bytes_of_gradient=size,
     )

@@ -34,11 +34,8 @@ class FakeMemory:
     def reset_peak(self) -> None:
         self.peak = self.allocated
 
-    def total(self) -> int:
-        return self.size
-
-    def available(self) -> int:
-        return self.size
+    def sizes(self) -> tuple[int, int]:
+        return self.size, self.size
 
     def mark(self) -> float:
         return self.time

@@ -165,7 +165,7 @@ def test_step_of_a_second_optimizer_changes_nothing():
 def test_layer_that_is_executed_several_times_counts_several_times():  # as that of ALBERT
     control = ControlledLayers([nn.Identity()])
     memory = FakeMemory(10**4)
-    planner = Planner(control, Budget(1.0), memory)
+    planner = Planner(control, Budget(1.0), memory, None, lambda *_: None)
     control.observer = planner
 
     def step() -> None:
@@ -201,7 +201,5 @@ def test_layer_that_is_executed_several_times_counts_several_times():  # as that
     ],
 )
 def test_budget_is_a_share_or_gib_and_never_more_than_there_is(value, limit, text):
-    memory = FakeMemory(10 * 2**30)
-    memory.available = lambda: 9 * 2**30
-    assert Budget(value).limit(memory) == limit
+    assert Budget(value).limit(10 * 2**30, 9 * 2**30) == limit
     assert str(Budget(value)) == f"memory_budget={text}"
