@@ -28,28 +28,23 @@ def count_writes(tensor: Tensor) -> int:
 class Kept:
     """A tensor that stays in memory."""
 
-    __slots__ = ("num_writes", "tensor")
-
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.num_writes = count_writes(tensor)
 
     def get(self) -> Tensor:
         """Raises RuntimeError if the tensor was written to; with hooks on saved tensors, PyTorch does not look."""
-        tensor = self.tensor
-        if count_writes(tensor) != self.num_writes:
+        if count_writes(self.tensor) != self.num_writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version"
+                f" tensor of shape {list(self.tensor.shape)} is at version {self.tensor._version}; expected version"
                 f" {self.num_writes} instead"
             )
-        return tensor
+        return self.tensor
 
 
 class _Call:
     """How the outputs of one call are made, and the outputs while some of their users still wait for them."""
-
-    __slots__ = ("args", "function", "layouts", "num_waiting", "outputs")
 
     def __init__(self, outputs: Sequence[Tensor], function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function, self.args = function, args
@@ -70,8 +65,6 @@ class _Call:
 
 class Recomputed:
     """A view, of this size, stride and offset, of an output that is not kept."""
-
-    __slots__ = ("call", "has_asked", "index", "layout")
 
     def __init__(self, call: _Call, index: int, *layout: Any) -> None:
         self.call, self.index, self.layout = call, index, layout
@@ -97,8 +90,6 @@ class Recomputed:
 class _Made:
     """An output of an op, as long as autograd may still save it."""
 
-    __slots__ = ("call", "index", "is_counted", "num_writes", "storage", "writes")
-
     def __init__(self, call: _Call, index: int, output: Tensor) -> None:
         self.call, self.index = call, index
         # While it exists, no other storage has this one's address, even after this one's memory was freed.
@@ -116,9 +107,7 @@ class _Made:
 class CheapTensors:
     """Decides for each tensor that autograd saves in one run of a layer whether to keep it or how to make it.
 
-    Args:
-        device_type: Of the layer; where it runs under autocast, the casts of outputs are made again too.
-        drops: False only counts what could be dropped, and keeps it.
+    Under autocast on ``device_type``, casts of outputs are made again too. Without ``drops``, tensors are only counted.
     """
 
     def __init__(self, device_type: str, drops: bool = True) -> None:
@@ -159,13 +148,13 @@ class CheapTensors:
 
     def _find(self, tensor: Tensor) -> _Made | None:
         """The output that ``tensor`` is, or is a view of; None if it is none, or one that was written to since."""
-        if tensor.is_leaf or type(tensor) is not Tensor or tensor.layout is not torch.strided or not self._made:
+        if tensor.is_leaf or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_neg():
             return None
         made = self._made.get(tensor.untyped_storage()._cdata)
         if made is None:
             return self._find_cast(tensor) if self._by_node else None
         is_same = tensor._version == made.num_writes and tensor.dtype == made.call.layouts[made.index][2]
-        return made if is_same and not tensor.is_neg() else None
+        return made if is_same else None
 
     def _find_cast(self, tensor: Tensor) -> _Made | None:
         """The same for a cast of an output, which autocast makes for each linear layer anew."""
@@ -182,7 +171,7 @@ class CheapTensors:
         whole = Recomputed(source.call, source.index, size, stride, 0)
         made = _Made(_Call((cast,), torch.Tensor.to, (whole, cast.dtype)), 0, cast)
         self._made[made.storage.cdata] = made
-        return made if not tensor.is_neg() else None
+        return made
 
     def pack(self, tensor: Tensor) -> Kept | Recomputed:
         """What to save in the place of ``tensor``, whose ``get`` gives the tensor back."""

@@ -36,7 +36,6 @@ from lightning_liger.subclasses import made_subclass
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
 _MIN_OFFLOADED_BYTES = 2**20
-_Forward = Callable[..., Any]
 
 
 @dataclass
@@ -88,7 +87,7 @@ class ControlledLayers:
     def __reduce__(self) -> Any:  # nothing controls a copied or pickled model
         return type(None), ()
 
-    def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
         self.has_run = True
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() and not _hooks_are_taken() else []
@@ -135,7 +134,7 @@ class LayerRun:
     index: int
     mode: Mode
     device: torch.device
-    forward: _Forward
+    forward: Callable[..., Any]
 
     @property
     def sizes(self) -> LayerSizes:
@@ -150,14 +149,11 @@ class LayerRun:
             _run.reset(token)
 
     def recompute_starts(self) -> CheapTensors | None:
-        """Tells the observer; returns what counts the cheap tensors of this run, None if nobody wants to know.
-
-        Only where memory is so tight that inputs wait in host memory are they dropped until the layer's backward ends.
-        """
+        """Tells the observer; returns what counts the cheap tensors of this run, None if nobody wants to know."""
         self.sizes.tiled = self.sizes.tiled_cheap = 0
         observer = self.control.observer
         is_measured = observer is not None and observer.recompute_starts(self.index)
-        drops = self.mode == "offload"
+        drops = self.mode == "offload"  # only where memory is so tight, until the layer's backward ends
         return CheapTensors(self.device.type, drops=drops) if is_measured or drops else None
 
     def recompute_ends(self, cheap: CheapTensors | None) -> None:

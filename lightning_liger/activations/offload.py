@@ -11,10 +11,7 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Pinned buffers and the stream that fills and reads them, of one device.
-
-    Both directions share a stream, so a buffer may be given to the next tensor as soon as its copy back was issued.
-    """
+    """Pinned buffers of a device and their stream: as both directions share it, none is reused before it was read."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

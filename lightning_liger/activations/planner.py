@@ -65,8 +65,8 @@ class AllRanks:
     """All processes of ``torch.distributed``, which agree on plans on the CPU: no rank waits for its GPU.
 
     Args:
-        run_layers_together: Returns whether a layer's forward exchanges data with other ranks, so that all must
-            recompute the same layers. Is called once, in the first step, when engines have wrapped the layers.
+        run_layers_together: Whether a layer's forward exchanges data with other ranks, so that all must recompute the
+            same layers. Is called once, in the first step, when engines have wrapped the layers.
     """
 
     def __init__(self, run_layers_together: Callable[[], bool]) -> None:
@@ -99,10 +99,6 @@ class Planner:
         memory: Of the layers' device.
         ranks: The ranks that train together, None for one process.
         announce: Is called with a line about each new plan, the plan, and whether it stays within the budget.
-
-    Attributes:
-        plan: Of the last batch, None while layers are measured.
-        line: About the last plan.
     """
 
     def __init__(
@@ -122,8 +118,8 @@ class Planner:
         self._recorder: Recorder | None = None
         self._needed = 0, 0  # bytes in a step in which all layers are recomputed, for so many tokens
         self._correction = self._first_layer = self._num_tokens = self._start_bytes = self._start_peak = 0
-        self.plan: Plan | None = None
-        self.line = ""
+        self.plan: Plan | None = None  # of the last batch, unless layers are measured
+        self.line = ""  # about the last plan
         self._set_base(self._base)
 
     def forward_starts(self, index: int, num_tokens: int) -> None:
@@ -185,8 +181,7 @@ class Planner:
             self.plan = None
             # Whether all layers recomputed might leave less than the margin, as a step before tells.
             needed, for_tokens = self._needed
-            left = self._limit - self._margin - self._start_bytes
-            exceeds = for_tokens > 0 and needed * num_tokens / for_tokens > left
+            exceeds = needed * num_tokens > for_tokens * (self._limit - self._margin - self._start_bytes)
             self._set_base("offload" if exceeds else self._base)
         if not self._is_first_step and self._recorder is None:
             self._recorder = Recorder(self._layers, self._memory)
@@ -210,21 +205,20 @@ class Planner:
         grown = self._start_bytes - profile.start_bytes
         extra = self._correction + (math.ceil(grown / margin) * margin if grown > margin else 0)
         key = profile.num_tokens, extra
-        if key not in self._plans:
-            before = [plan for (num_tokens, _), plan in self._plans.items() if num_tokens == profile.num_tokens]
-            plan = choose(profile, self._limit - margin - extra)
-            self._plans[key] = plan = replace(plan, predicted_peak=plan.predicted_peak + extra)
-            if not before or before[-1].modes != plan.modes:
-                self._describe(plan, profile.num_tokens)
-        return self._plans[key]
-
-    def _describe(self, plan: Plan, num_tokens: int) -> None:
+        if key in self._plans:
+            return self._plans[key]
+        before = [plan for (num_tokens, _), plan in self._plans.items() if num_tokens == profile.num_tokens]
+        plan = choose(profile, self._limit - margin - extra)
+        self._plans[key] = plan = replace(plan, predicted_peak=plan.predicted_peak + extra)
+        if before and before[-1].modes == plan.modes:
+            return plan
         fits = plan.predicted_peak <= self._limit
         limit, peak = (f"{num_bytes / _GIB:.1f} GiB" for num_bytes in (self._limit, plan.predicted_peak))
-        self.line = f"{plan}; predicted peak {peak} of {limit} ({num_tokens:,} tokens)"
+        self.line = f"{plan}; predicted peak {peak} of {limit} ({profile.num_tokens:,} tokens)"
         if not fits:
             self.line += (
                 ". No plan fits: set a larger memory_budget, use fewer or shorter rows in a batch, or shard over more"
                 " devices"
             )
         self._announce(f"lightning-liger: {self._budget}: {self.line}", plan, fits)
+        return plan

@@ -25,15 +25,11 @@ class Segment(NamedTuple):
 
 
 class CudaMemory:
-    """The counters of a GPU's allocator, in bytes, and its clock.
-
-    Attributes:
-        highest_peak: The highest of the peaks that were reset.
-    """
+    """The counters of a GPU's allocator, in bytes, and its clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.highest_peak = 0
+        self.highest_peak = 0  # of those that were reset
 
     def read(self) -> tuple[int, int]:
         """The bytes that are allocated now, and their peak since the last reset."""
@@ -66,36 +62,29 @@ class CudaMemory:
 
 @dataclass
 class LayerCosts(LayerSizes):
-    """What the modes of a layer cost, in bytes and seconds.
-
-    Attributes:
-        stored: What it allocates for backward if it is not recomputed, without cheap tensors and ``tiled``.
-        seconds: The time that its recomputation takes.
-    """
+    """What the modes of a layer cost, in bytes and seconds."""
 
     stored: int = 0
+    """What it allocates for backward if it is not recomputed, without cheap tensors and ``tiled``."""
     seconds: float = 0.0
+    """The time that its recomputation takes."""
 
     @property
     def kept(self) -> int:
-        """What the layer allocates for backward if it is not recomputed, without cheap tensors."""
+        """``stored`` and ``tiled``."""
         return self.stored + self.tiled
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one optimizer step needs.
-
-    Args:
-        num_tokens: The most that a micro-batch had.
-        start_bytes: Allocated when the first layer's forward started.
-        peaks: The peak of each segment in bytes, if every layer is recomputed.
-        layers: In their order.
-    """
+    """What one optimizer step needs."""
 
     num_tokens: int
+    """The most that a micro-batch had."""
     start_bytes: int
+    """Allocated when the first layer's forward started."""
     peaks: dict[Segment, int]
+    """Of each segment in bytes, if every layer is recomputed."""
     layers: tuple[LayerCosts, ...]
 
     def added_bytes(self, segment: Segment, index: int, mode: Mode) -> int:
@@ -146,16 +135,11 @@ class _Measured:
 class Recorder:
     """Measures one optimizer step, in which each layer is recomputed. The observer of the layers, or called by it.
 
-    Args:
-        layers: The layers of the model.
-        memory: Of their device, :class:`CudaMemory` or another with these methods. Its peak is reset.
-
-    Attributes:
-        segments: In the order of time; the peak was reset at the end of each.
+    ``memory`` is :class:`CudaMemory` or another with these methods. Its peak is reset at the end of each segment.
     """
 
     def __init__(self, layers: ControlledLayers, memory: Any) -> None:
-        self.segments: list[Segment] = []
+        self.segments: list[Segment] = []  # in the order of time
         self._controlled, self._memory = layers, memory
         self._peaks: dict[Segment, int] = {}
         self._live = [0] * len(layers.modes)

@@ -20,7 +20,6 @@ from liger_ops import backend
 from lightning_liger.activations.frames import Surroundings, end_recomputation_with
 from lightning_liger.activations.layers import current_run
 
-_MODES = ("recompute", "offload")
 _MIN_TILE_TOKENS = 8192
 """Each tile reads and writes the parameters' gradients once: 10 bytes for each parameter, next to 6 floating-point
 operations for each parameter and token. At 4 TB/s and 700 TFLOP/s that is 3.6% of a tile of this size."""
@@ -37,9 +36,7 @@ Place = tuple[nn.Module, str]
 def choose_tile_size(num_tokens: int, bytes_per_token: int) -> int:
     """Tokens a tile, evenly spread: within ``_TILE_BYTES``, or ``_MIN_TILE_TOKENS``; all unless that makes three tiles.
 
-    Args:
-        num_tokens: Number of all tokens.
-        bytes_per_token: What the module's intermediate tensors and their gradients take for each token.
+    ``bytes_per_token`` are those of the module's intermediate tensors and their gradients.
     """
     largest = max(_MIN_TILE_TOKENS, _TILE_BYTES // max(1, bytes_per_token))
     if num_tokens <= 2 * largest:
@@ -51,18 +48,17 @@ def choose_tile_size(num_tokens: int, bytes_per_token: int) -> int:
 def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> Tensor:
     """``compute(module, x)``: in tiles if ``x`` is long and its layer is recomputed in backward, else at once.
 
+    The module is not tiled if a child has hooks, parameters of a tensor parallel or sharded kind, or floating-point
+    buffers, which may be statistics that a forward changes.
+
     Args:
         compute: Treats each token by itself, without side effects, with parameters of ``module`` and its children only.
-        module: What it gets as first argument. It is not tiled if a child has hooks, parameters of a tensor parallel or
-            sharded kind, or floating-point buffers, which may be statistics that a forward changes.
+        module: What it gets as first argument.
         x: ``[..., hidden_size]``.
         width: Columns of the widest intermediate tensor.
-
-    Returns:
-        ``[..., columns of compute's result]``.
     """
     run = None if torch.compiler.is_compiling() else current_run()
-    if run is None or run.mode not in _MODES:
+    if run is None or run.mode in ("store", "cheap"):
         return compute(module, x)
     num_tokens = x.shape[:-1].numel()
     dtype = backend.autocast_dtype(x.device.type) or x.dtype

@@ -143,7 +143,7 @@ _TEMPORARIES: dict[Any, Callable[..., int]] = {
 """What operations allocate and free before they return."""
 
 
-class Unknowable(RuntimeError):
+class Unknowable(Exception):
     """Raised where a model decides by values of tensors, which the meta device does not have."""
 
 

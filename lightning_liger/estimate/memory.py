@@ -126,20 +126,17 @@ class Inspection:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with the keys that docs/inspect.md lists."""
         names = ("model", "model_type", "num_parameters", "num_trained", "state_bytes", "unknown", "notes")
-        memory = []
-        for row in self.rows:
-            found = asdict(row)
-            found["bytes"] = {**found.pop("num_bytes"), "total": row.total}
+        memory = [asdict(row) for row in self.rows]
+        for found in memory:
+            num_bytes = found.pop("num_bytes")
+            found["bytes"] = {**num_bytes, "total": sum(num_bytes.values())}
             found["largest_logits_bytes"] = found.pop("logits_bytes")
-            memory.append(found)
-        gpu = None
+        gpu: dict[str, Any] | None = None
         if self.gpu is not None:
             gpu = {"name": self.gpu.name, "memory_bytes": self.gpu.memory_bytes, "limit_bytes": self.limit_bytes}
             gpu["fits"] = list(map(asdict, self.fits))
-        return {
-            **{name: getattr(self, name) for name in names},
-            **{"settings": asdict(self.settings), "kernels": self.kernels.as_dict(), "memory": memory, "gpu": gpu},
-        }
+        parts = {"settings": asdict(self.settings), "kernels": self.kernels.as_dict(), "memory": memory, "gpu": gpu}
+        return {name: getattr(self, name) for name in names} | parts
 
 
 def inspect_model(
@@ -213,8 +210,6 @@ def inspect_model(
         make = functools.partial(make_batch, batch_size, seq_len)
         try:
             return run_step(built if ours else plain, make, states, ours or states.sharding.frees_early)
-        except Unknowable:
-            raise
         except _FAILURES as error:  # of the model's own code
             raise Unknowable(f"{type(error).__name__}: {error}") from error
 
@@ -257,7 +252,7 @@ def _rows(step: Step, implementation: Implementation, budget: int | None, limit:
     every: dict[str, Mode] = {"stored": "store", "cheap dropped": "cheap", "recomputed": "recompute"}
     for activations, mode in every.items():
         if implementation == OURS or mode != "cheap":
-            yield row(activations, [mode] * len(step.profile.layers), limit)
+            yield row(activations, [mode] * step.num_layers, limit)
     if implementation == OURS and budget is not None:
         plan = choose(step.profile, (1 - MARGIN) * budget)
         yield row("plan", plan.modes, budget, str(plan))

@@ -41,20 +41,16 @@ _MAX_LIVE_PARAMETERS = 1_000_000_000
 """Numbers in the weights that ZeRO stage 3 keeps gathered from forward to backward, by default of DeepSpeed."""
 
 
-def _zero(stage: int, weights: bool = False) -> Sharding:
-    # Stage 1 reduces gradients to shards too, since Lightning sets contiguous_gradients and overlap_comm.
-    title = f"DeepSpeed ZeRO stage {stage}"
-    return Sharding(title, weights, True, True, casts_weights=True, frees_early=True, zero_stage=stage)
-
-
+# Stage 1 reduces gradients to shards too, since Lightning sets contiguous_gradients and overlap_comm.
+_ZERO = Sharding("DeepSpeed ZeRO stage 1", False, True, True, casts_weights=True, frees_early=True, zero_stage=1)
 STRATEGIES = {
     "single": Sharding("one GPU"),
     "ddp": Sharding("DDP", joins_gradients=True),
     "fsdp": Sharding("FSDP", True, True, True, casts_weights=True, flattens=True),
     "fsdp2": Sharding("FSDP2", True, True, True),
-    "deepspeed_stage_1": _zero(1),
-    "deepspeed_stage_2": _zero(2),
-    "deepspeed_stage_3": _zero(3, weights=True),
+    "deepspeed_stage_1": _ZERO,
+    "deepspeed_stage_2": _ZERO._replace(title="DeepSpeed ZeRO stage 2", zero_stage=2),
+    "deepspeed_stage_3": _ZERO._replace(title="DeepSpeed ZeRO stage 3", weights=True, zero_stage=3),
 }
 """The strategies of ``lightning-liger inspect``."""
 
@@ -64,10 +60,6 @@ class Precision(NamedTuple):
 
     compute: torch.dtype
     weights: torch.dtype
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.compute != self.weights
 
 
 PRECISIONS = {
@@ -104,7 +96,6 @@ class States:
 
     Attributes:
         sharding: What the strategy shards; nothing over one GPU.
-        num_gpus: How many GPUs train together.
         weight_bytes: Of weights between their uses.
         gathered_bytes: Of weights that are gathered from forward to the end of backward, besides those of a layer.
         optimizer_bytes: Of the optimizer's states and float32 weights, if there are any besides the model's.
@@ -155,11 +146,11 @@ def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) 
     check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
     if strategy == "single" and num_gpus > 1:
         raise wrong_value("num_gpus", "1 for strategy 'single'", num_gpus)
-    if PRECISIONS[precision].is_mixed and not STRATEGIES[strategy].casts_weights:
+    is_mixed = PRECISIONS[precision].compute != PRECISIONS[precision].weights
+    if is_mixed and not STRATEGIES[strategy].casts_weights:
         casting = ", ".join(name for name, each in STRATEGIES.items() if each.casts_weights)
-        raise wrong_value(
-            "precision", f"without autocast, as 'bf16-true', or of a strategy that casts weights ({casting})", precision
-        )
+        expected = f"without autocast, as 'bf16-true', or of a strategy that casts weights ({casting})"
+        raise wrong_value("precision", expected, precision)
 
 
 def states_of(
@@ -169,16 +160,12 @@ def states_of(
     precision: str = "bf16-true",
     optimizer: str = "adamw",
 ) -> States:
-    """The bytes of a model's weights, gradients and optimizer on each GPU.
-
-    Parameters that require no gradient have neither gradients nor states.
-    """
+    """The bytes of a model's weights, gradients and optimizer on each GPU."""
     sharding, dtypes, kind = STRATEGIES[strategy], PRECISIONS[precision], OPTIMIZERS[optimizer]
     if num_gpus == 1:
         sharding = sharding._replace(weights=False, gradients=False, optimizer=False, flattens=False)
-    parameters = list(model.parameters())
-    total = sum(each.numel() for each in parameters)
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    total = sum(each.numel() for each in model.parameters())
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     stage, full = sharding.zero_stage, torch.float32.itemsize
     size = (dtypes.compute if stage else dtypes.weights).itemsize
 
@@ -202,7 +189,7 @@ def states_of(
         sharding,
         num_gpus,
         weight_bytes=share(total, sharding.weights) * size,
-        gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage == 3 and num_gpus > 1 else 0,
+        gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage and sharding.weights else 0,
         optimizer_bytes=own * (kind.num_states * (full if stage else size) + (full if stage else 0)),
         step_bytes=step_bytes,
         bucket_bytes=bucket_bytes,

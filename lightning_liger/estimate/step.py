@@ -16,16 +16,9 @@ from lightning_liger.activations.profile import Profile, Recorder, Segment
 from lightning_liger.estimate.ledger import Ledger, OnGpu
 from lightning_liger.estimate.states import States, units_of
 
-ACTIVATIONS, LOGITS, WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACE = OWNERS = (
-    "activations",
-    "logits",
-    "weights",
-    "gradients",
-    "optimizer",
-    "workspace",
-)
-"""What memory is for; ``logits`` are from the last layer's output to the loss and back, ``workspace`` is that of
-cuBLAS."""
+OWNERS = ("activations", "logits", "weights", "gradients", "optimizer", "workspace")
+ACTIVATIONS, LOGITS, WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACE = OWNERS
+"""What memory is for; ``logits`` are from the last layer's output to the loss and back."""
 _WORKSPACE_BYTES = 32 * 2**20
 """Of cuBLAS on Hopper GPUs, which is allocated once."""
 
@@ -65,7 +58,7 @@ def run_step(
     Args:
         model: On the meta device, in the dtype of its computation; its forward returns a ``loss``.
         make_batch: Makes the forward's arguments, on the meta device.
-        states: Where weights, gradients and the optimizer's states are.
+        states: Of weights, gradients and the optimizer.
         frees_early: Whether the last step's gradients are freed before forward, as our strategies do, or before
             backward, as Lightning does.
     """
@@ -91,7 +84,7 @@ def run_step(
     units = _Units(ledger, states, model)
     ledger.owner = ACTIVATIONS
     try:
-        with units.hooks(), ledger:
+        with ledger, units.hooks():
             ledger.hold("old gradients", GRADIENTS, 0 if frees_early else gradient_bytes)
             # The second step's forward has DDP's buckets of the first one too.
             ledger.hold("buckets of forward", GRADIENTS, states.bucket_bytes * states.sharding.joins_gradients)
@@ -105,7 +98,6 @@ def run_step(
             ledger.hold("buckets of forward", GRADIENTS, 0)
             ledger.hold("buckets of backward", GRADIENTS, states.backward_bytes)
             loss.backward()
-            units.finish()
     finally:
         release_layers(model)
         for parameter in model.parameters():
@@ -120,10 +112,9 @@ def run_step(
 class _Units:
     """The layers and the rest of a model as units whose weights are gathered and whose gradients are reduced.
 
-    With sharded weights a layer's are gathered before its forward and freed after it; in backward those of the layer
-    before it are gathered too, ahead of their use. The gradients of a unit are joined in one buffer, which lives until
-    the next layer's backward ends. The rest of the model is gathered from its forward to the end of backward.
-    DeepSpeed copies each gradient into a bucket instead, and keeps weights gathered for longer.
+    A layer's weights are gathered before its forward and freed after it; in backward those of the layer before it are
+    gathered too. The gradients of a unit are joined in a buffer, which lives until the next layer's backward ends. The
+    rest is gathered all the time. DeepSpeed copies each gradient into a bucket, and keeps weights gathered for longer.
     """
 
     def __init__(self, ledger: Ledger, states: States, model: nn.Module) -> None:
@@ -134,7 +125,7 @@ class _Units:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Follows forward and backward of the model."""
+        """Follows forward and backward of the model, and the optimizer's step at the end."""
         self._gather(self._root)
         self._ledger.hold("gathered", WEIGHTS, self._states.gathered_bytes)
         with ExitStack() as stack:
@@ -145,6 +136,16 @@ class _Units:
                 stack.enter_context(layer.register_forward_pre_hook(partial(self._gather, index)))
                 stack.enter_context(layer.register_forward_hook(partial(self._forward_ends, index)))
             yield
+        if self._backward_of is not None:
+            self._free(self._backward_of)
+            self._reduce(self._backward_of)
+        self._reduce(self._root)
+        self._free(self._root)
+        self._ledger.hold("gathered", WEIGHTS, 0)
+        self._ledger.hold("joined", GRADIENTS, 0)
+        self._ledger.hold("buckets of backward", GRADIENTS, 0)
+        self._ledger.hold("step", OPTIMIZER, self._states.step_bytes)
+        self._ledger.hold("step", OPTIMIZER, 0)
 
     def _gather(self, index: int, *_: Any) -> None:
         sharding = self._states.sharding
@@ -193,16 +194,3 @@ class _Units:
         for each in own:
             each.grad = None
         ledger.hold(("shard", index), GRADIENTS, states.gradient_bytes(own))
-
-    def finish(self) -> None:
-        """The end of backward, and the optimizer's step."""
-        if self._backward_of is not None:
-            self._free(self._backward_of)
-            self._reduce(self._backward_of)
-        self._reduce(self._root)
-        self._free(self._root)
-        self._ledger.hold("gathered", WEIGHTS, 0)
-        self._ledger.hold("joined", GRADIENTS, 0)
-        self._ledger.hold("buckets of backward", GRADIENTS, 0)
-        self._ledger.hold("step", OPTIMIZER, self._states.step_bytes)
-        self._ledger.hold("step", OPTIMIZER, 0)
