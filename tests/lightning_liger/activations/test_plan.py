@@ -95,13 +95,6 @@ def test_only_layers_that_stand_in_the_way_are_offloaded_and_others_still_stored
     assert choose(profile, 90) == plan  # nothing lowers the peak any more
 
 
-def test_layers_that_save_more_time_for_their_bytes_are_stored_first_the_last_of_equal_ones_before_others():
-    for seconds, first in (((5.0, 1.0, 1.0), 0), ((5.0, 5.0, 1.0), 1)):
-        profile = make_profile([(10, each) for each in seconds])
-        limit = peak_of(profile, ("cheap", "recompute", "recompute"))
-        assert choose(profile, limit).modes[first] == "cheap"
-
-
 def test_profile_of_all_ranks_covers_each():
     first, second = make_profile([(3, 1.0), (5, 2.0)], 1), make_profile([(4, 2.0), (1, 1.0)], 2)
     both = merge([first, second])

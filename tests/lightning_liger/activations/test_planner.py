@@ -3,9 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from lightning_liger.activations.layers import ControlledLayers
 from lightning_liger.activations.planner import Budget, Planner
 from tests.lightning_liger.activations.simulated import FakeMemory, Layer, SimulatedModel
 
@@ -13,21 +11,13 @@ from tests.lightning_liger.activations.simulated import FakeMemory, Layer, Simul
 class Trained:
     """A simulated model whose planner has a budget of so many bytes."""
 
-    def __init__(self, budget: int, layers: list[Layer] | None = None) -> None:
-        self.model = SimulatedModel(layers or [Layer() for _ in range(6)], FakeMemory(budget))
+    def __init__(self, budget: int, layers: list[Layer] | None = None, **options) -> None:
+        self.model = SimulatedModel(layers or [Layer() for _ in range(6)], FakeMemory(budget), **options)
         self.lines: list[tuple[str, bool]] = []
-        self.planner = Planner(
-            self.model.control,
-            Budget(1.0),
-            self.model.memory,
-            None,
-            lambda line, _, fits: self.lines.append((line, fits)),
-        )
+        announce = lambda line, _, fits: self.lines.append((line, fits))  # noqa: E731
+        self.planner = Planner(self.model.control, Budget(1.0), self.model.memory, None, announce)
         self.model.control.observer = self.planner
-        self.modes: list[str] = self.model.control.modes
-
-    def step(self, *batches: int) -> int:
-        return self.model.step(*batches)
+        self.modes, self.step = self.model.control.modes, self.model.step
 
 
 def planned(budget: int, *batches: int, **options) -> Trained:
@@ -162,32 +152,10 @@ def test_step_of_a_second_optimizer_changes_nothing():
     assert not trained.lines
 
 
-def test_layer_that_is_executed_several_times_counts_several_times():  # as that of ALBERT
-    control = ControlledLayers([nn.Identity()])
-    memory = FakeMemory(10**4)
-    planner = Planner(control, Budget(1.0), memory, None, lambda *_: None)
-    control.observer = planner
-
-    def step() -> None:
-        kept = []
-        for _ in range(4):
-            planner.forward_starts(0, 10)
-            memory.add(100)
-            kept.append(1000 if control.modes[0] in ("cheap", "store") else 0)
-            memory.add(kept[-1])
-        for _ in range(4):
-            if not kept[-1]:
-                planner.recompute_starts(0)
-                memory.add(1000)
-                kept[-1] = 1000
-                planner.recompute_ends(0)
-            memory.add(-100 - kept.pop())
-        planner.step_ends()
-
-    for _ in range(3):
-        step()
-    assert control.modes == ["store"]
-    assert planner.plan.predicted_peak >= 4400
+def test_layer_that_is_executed_several_times_counts_several_times():
+    trained = planned(10**4, 10, layers=[Layer(inputs=10, stored=100, cheap=0)], num_rounds=4)
+    assert trained.modes == ["store"]
+    assert trained.planner.plan.predicted_peak >= 4400
 
 
 @pytest.mark.parametrize(
