@@ -128,11 +128,10 @@ def test_writes_before_backward_are_refused(what: str, mode: Any) -> None:
 
 @pytest.mark.parametrize(
     ("second", "text"),
-    [(lambda layer, x: x, "1 tensors .* and 0"), (lambda layer, x: layer.q(x[:, :1]), r"\[2, 3, 8\].*\[2, 1, 8\]")],
+    [(lambda layer, x: x, r"saved \d tensors .* and 0"), (lambda layer, x: layer.q(x[:, :1]), "and one of shape")],
 )
 def test_layer_that_does_something_else_the_second_time_is_refused(second: Any, text: str) -> None:
     model = layers_of(lambda layer, x: layer.q(x))
-    model.requires_grad_(False)[1].q.weight.requires_grad_()
     controlled(model, "recompute")
     output = model(tokens() * 1)
     model[1].function = second

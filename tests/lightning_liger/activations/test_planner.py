@@ -95,7 +95,7 @@ def test_memory_that_others_take_later_makes_the_plan_tighter():
     before = list(trained.modes)
     for taken, fewer in ((5000, True), (-5000, False)):
         trained.model.memory.add(taken)
-        assert trained.step(100) <= 16000
+        assert trained.step(100) <= trained.planner.plan.predicted_peak <= 16000
         assert (trained.modes.count("recompute") > before.count("recompute")) == fewer
     assert trained.modes == before
 
@@ -145,29 +145,24 @@ def test_message_says_what_is_needed_where_no_plan_fits():
 
 def test_step_of_a_second_optimizer_changes_nothing():
     trained = Trained(budget=10**5)
-    trained.step(100)
-    for _ in range(3):
+    for _ in range(2):
         trained.planner.step_ends()
-    assert trained.planner.plan is None
-    assert not trained.lines
+        assert not trained.lines
+        trained.step(100)
+    assert len(trained.lines) == 1
 
 
 def test_layer_that_is_executed_several_times_counts_several_times():
-    trained = planned(10**4, 10, layers=[Layer(inputs=10, stored=100, cheap=0)], num_rounds=4)
-    assert trained.modes == ["store"]
-    assert trained.planner.plan.predicted_peak >= 4400
+    for in_backward in (0, 600):
+        layers = [Layer(inputs=10, stored=100, cheap=0, in_backward=in_backward)]
+        trained = planned(10**5, 10, layers=layers, num_rounds=4)
+        assert trained.modes == ["store"]
+        assert 4400 <= trained.step(10) <= trained.planner.plan.predicted_peak
 
 
-@pytest.mark.parametrize(
-    ("value", "limit", "text"),
-    [
-        (0.5, 5 * 2**30, "0.5"),
-        (1, 9 * 2**30, "1"),
-        (1.5, int(1.5 * 2**30), "1.5 GiB"),
-        (9.5, 9 * 2**30, "9.5 GiB"),
-        ("auto", int(0.94 * 9 * 2**30), "auto"),
-    ],
-)
-def test_budget_is_a_share_or_gib_and_never_more_than_there_is(value, limit, text):
-    assert Budget(value).limit(10 * 2**30, 9 * 2**30) == limit
-    assert str(Budget(value)) == f"memory_budget={text}"
+def test_budget_is_a_share_or_gib_and_never_more_than_there_is():
+    for value, gib, text in ((0.5, 5, "0.5"), (1, 9, "1"), (1.5, 1.5, "1.5 GiB"), (9.5, 9, "9.5 GiB")):
+        assert Budget(value).limit(10 * 2**30, 9 * 2**30) == gib * 2**30
+        assert str(Budget(value)) == f"memory_budget={text}"
+    assert Budget("auto").limit(10 * 2**30, 9 * 2**30) == int(0.94 * 9 * 2**30)
+    assert str(Budget("auto")) == "memory_budget=auto"

@@ -195,16 +195,9 @@ def test_no_tensor_is_larger_than_a_tile_or_the_input(monkeypatch: pytest.Monkey
         output.sum().backward()
     assert sizes.largest == TILE_SIZE * WIDTH  # x has fewer elements
     assert all(any(tensor is each for each in (x, *module.parameters())) for tensor in saved)
-
-
-def test_no_gradients() -> None:
-    module, x = MLP(), tokens()
-    calls = calls_of(module.up)
-    with torch.no_grad():
-        output = tiled(module, x)
-    assert max(calls) == TILE_SIZE
-    torch.testing.assert_close(output, compute(module, x))
-    assert not tiled(module.requires_grad_(False), x.detach()).requires_grad
+    with torch.no_grad(), TensorSizes(monkeypatch) as sizes:
+        torch.testing.assert_close(tiled(module, x), output.detach())
+    assert sizes.largest == TILE_SIZE * WIDTH
 
 
 NOT_TILED: dict[str, Callable[[Any], Any]] = {
@@ -246,7 +239,7 @@ def test_tiles_are_few_and_even() -> None:
     assert choose_tile_size(65536, llama_8b) == 11008
     assert choose_tile_size(65536, llama_70b) == 8192
     assert [choose_tile_size(num_tokens, llama_8b) for num_tokens in (0, 1, 8192)] == [1, 1, 8192]
-    for num_tokens in range(50001, 2**20, 4321):
+    for num_tokens in (100000, 131072, 262144, 2**20):
         size, largest = choose_tile_size(num_tokens, llama_8b), 2**31 // llama_8b
         assert size % 128 == 0
         assert size <= largest + 128
