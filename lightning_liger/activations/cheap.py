@@ -18,8 +18,6 @@ from liger_ops.recipes import listening
 
 _PLAIN = frozenset((Tensor, Parameter))
 _CAST = "ToCopyBackward0"
-_Layout = tuple[Sequence[int], Sequence[int], int | torch.SymInt]
-"""Size, stride and offset of a view."""
 
 
 def count_writes(tensor: Tensor) -> int:
@@ -30,28 +28,23 @@ def count_writes(tensor: Tensor) -> int:
 class Kept:
     """A tensor that stays in memory."""
 
-    __slots__ = ("num_writes", "tensor")
-
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.num_writes = count_writes(tensor)
 
     def get(self) -> Tensor:
         """Raises RuntimeError if the tensor was written to; with hooks on saved tensors, PyTorch does not look."""
-        tensor = self.tensor
-        if count_writes(tensor) != self.num_writes:
+        if count_writes(self.tensor) != self.num_writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version"
+                f" tensor of shape {list(self.tensor.shape)} is at version {self.tensor._version}; expected version"
                 f" {self.num_writes} instead"
             )
-        return tensor
+        return self.tensor
 
 
 class _Call:
     """How the outputs of one call are made, and the outputs while some of their users still wait for them."""
-
-    __slots__ = ("args", "function", "layouts", "num_waiting", "outputs")
 
     def __init__(self, outputs: Sequence[Tensor], function: Callable[..., Any], args: Sequence[Any]) -> None:
         self.function, self.args = function, args
@@ -62,9 +55,8 @@ class _Call:
     def get(self) -> Sequence[Tensor]:
         outputs = self.outputs
         if outputs is None:
-            args = [arg.get() if isinstance(arg, Kept | Recomputed) else arg for arg in self.args]
             with torch.no_grad(), listening(None):
-                result = self.function(*args)
+                result = self.function(*(arg.get() if isinstance(arg, Kept | Recomputed) else arg for arg in self.args))
             self.outputs = outputs = result if isinstance(result, tuple) else (result,)
             if [_layout(each) for each in outputs] != self.layouts:
                 raise RuntimeError(f"{self.function.__name__} made outputs of another layout than in forward")
@@ -72,11 +64,9 @@ class _Call:
 
 
 class Recomputed:
-    """A view of an output that is not kept."""
+    """A view, of this size, stride and offset, of an output that is not kept."""
 
-    __slots__ = ("call", "has_asked", "index", "layout")
-
-    def __init__(self, call: _Call, index: int, layout: _Layout) -> None:
+    def __init__(self, call: _Call, index: int, *layout: Any) -> None:
         self.call, self.index, self.layout = call, index, layout
         self.has_asked = False
         call.num_waiting += 1
@@ -100,8 +90,6 @@ class Recomputed:
 class _Made:
     """An output of an op, as long as autograd may still save it."""
 
-    __slots__ = ("call", "index", "is_counted", "num_writes", "storage", "writes")
-
     def __init__(self, call: _Call, index: int, output: Tensor) -> None:
         self.call, self.index = call, index
         # While it exists, no other storage has this one's address, even after this one's memory was freed.
@@ -111,13 +99,15 @@ class _Made:
         self.writes: Tensor | None = None
         """A tensor without memory that counts the same writes, if casts of the output are made again."""
 
+    def again(self, tensor: Tensor) -> Recomputed:
+        """What makes ``tensor``, a view of the output, again."""
+        return Recomputed(self.call, self.index, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
 
 class CheapTensors:
     """Decides for each tensor that autograd saves in one run of a layer whether to keep it or how to make it.
 
-    Args:
-        device_type: Of the layer; where it runs under autocast, the casts of outputs are made again too.
-        drops: False only counts what could be dropped, and keeps it.
+    Under autocast on ``device_type``, casts of outputs are made again too. Without ``drops``, tensors are only counted.
     """
 
     def __init__(self, device_type: str, drops: bool = True) -> None:
@@ -138,7 +128,7 @@ class CheapTensors:
         kept: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor) and (found := self._find(arg)) is not None:
-                kept.append(Recomputed(found.call, found.index, _view(arg)))
+                kept.append(found.again(arg))
             elif not isinstance(arg, Tensor):
                 kept.append(arg)
             # DeepSpeed frees a parameter outside of its module's forward and backward.
@@ -158,13 +148,13 @@ class CheapTensors:
 
     def _find(self, tensor: Tensor) -> _Made | None:
         """The output that ``tensor`` is, or is a view of; None if it is none, or one that was written to since."""
-        if tensor.is_leaf or type(tensor) is not Tensor or tensor.layout is not torch.strided or not self._made:
+        if tensor.is_leaf or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_neg():
             return None
         made = self._made.get(tensor.untyped_storage()._cdata)
         if made is None:
             return self._find_cast(tensor) if self._by_node else None
         is_same = tensor._version == made.num_writes and tensor.dtype == made.call.layouts[made.index][2]
-        return made if is_same and not tensor.is_neg() else None
+        return made if is_same else None
 
     def _find_cast(self, tensor: Tensor) -> _Made | None:
         """The same for a cast of an output, which autocast makes for each linear layer anew."""
@@ -178,10 +168,10 @@ class CheapTensors:
         size, stride, _, device = source.call.layouts[source.index]
         if (cast.shape, cast.stride(), cast.device) != (size, stride, device) or not _owns_memory(cast):
             return None
-        whole = Recomputed(source.call, source.index, (size, stride, 0))
+        whole = Recomputed(source.call, source.index, size, stride, 0)
         made = _Made(_Call((cast,), torch.Tensor.to, (whole, cast.dtype)), 0, cast)
         self._made[made.storage.cdata] = made
-        return made if not tensor.is_neg() else None
+        return made
 
     def pack(self, tensor: Tensor) -> Kept | Recomputed:
         """What to save in the place of ``tensor``, whose ``get`` gives the tensor back."""
@@ -193,7 +183,7 @@ class CheapTensors:
             num_bytes = tensor.untyped_storage().nbytes()
             self.dropped_bytes += num_bytes
             self.largest_bytes = max(self.largest_bytes, num_bytes)
-        return Recomputed(made.call, made.index, _view(tensor)) if self._drops else keep(tensor)
+        return made.again(tensor) if self._drops else keep(tensor)
 
 
 def _owns_memory(output: Tensor) -> bool:
@@ -206,10 +196,6 @@ def keep(tensor: Tensor) -> Kept:
     """Keeps what autograd saves."""
     # An op may save its own output, whose graph it must not keep: the cycle would outlive a graph without a backward.
     return Kept(tensor if tensor.is_leaf else tensor.detach())
-
-
-def _view(tensor: Tensor) -> _Layout:
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 def _layout(tensor: Tensor) -> tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]:

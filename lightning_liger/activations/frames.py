@@ -21,6 +21,7 @@ from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, 
 from lightning_liger.activations.offload import Offloaded
 
 _MAX_COPIED = 1024
+_SAME = "activation checkpointing needs a forward that does the same each time it runs"
 
 
 class Surroundings:
@@ -105,8 +106,6 @@ def _copy_of_state(buffer: Tensor) -> Tensor:
 class _Slot:
     """The place of one saved tensor: empty until the frame has run again, and after backward took the tensor."""
 
-    __slots__ = ("__weakref__", "frame", "layout", "packed")
-
     def __init__(self, frame: "Frame", tensor: Tensor) -> None:
         self.frame = frame
         self.layout = tensor.shape, tensor.dtype
@@ -122,19 +121,16 @@ _running = threading.local()
 
 
 class Frame:
-    """Runs a layer without keeping what autograd saves.
+    """Runs a layer without keeping what autograd saves; ``keep`` keeps a tensor in the arguments.
 
-    Args:
-        layer: Whose buffers and training flags the second run sees as the first one did.
-        run: Runs it, a :class:`~lightning_liger.activations.layers.LayerRun`, which is told about the second run.
-        keep: Keeps a tensor in the arguments that requires a gradient.
+    ``run`` is a :class:`~lightning_liger.activations.layers.LayerRun`, which is told about the second run.
     """
 
-    def __init__(self, layer: nn.Module, run: Any, keep: Callable[[Tensor], Kept | Offloaded] = Kept) -> None:
-        self._run = run
-        self._keep = keep
+    def __init__(self, layer: nn.Module, run: Any, keep: Callable[[Tensor], Kept | Offloaded]) -> None:
+        self._run, self._keep = run, keep
         self._slots: list[weakref.ref[_Slot]] = []
-        self._num_seen = 0
+        self.num_wanted = 0
+        """How many tensors a second run has still to save."""
         self._cheap: CheapTensors | None = None
         self._state = _LayerState(layer)
         self._surroundings = Surroundings(run.device)
@@ -143,7 +139,7 @@ class Frame:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer with these arguments, as backward will do again."""
-        self._arguments = _map(Tensor, self._held, (args, kwargs))
+        self._arguments = _map(Tensor, self._keep, (args, kwargs))
         inputs = [(tensor, count_writes(tensor)) for tensor in tensors_in((args, kwargs))]
         with saved_tensors_hooks(self._reserve, _fetch):
             outputs = self._run(*args, **kwargs)
@@ -155,9 +151,6 @@ class Frame:
         self._state.check()
         return outputs
 
-    def _held(self, tensor: Tensor) -> Kept | Offloaded:
-        return self._keep(tensor) if tensor.requires_grad and not tensor.is_leaf else Kept(tensor)
-
     def _reserve(self, tensor: Tensor) -> _Slot:
         slot = _Slot(self, tensor)
         self._slots.append(weakref.ref(slot))
@@ -168,7 +161,7 @@ class Frame:
         self._cheap = cheap = self._run.recompute_starts()
         while self._slots and self._slots[-1]() is None:
             self._slots.pop()
-        self._num_seen = 0
+        self.num_wanted = len(self._slots)
         args, kwargs = _map((Kept, Offloaded), lambda held: held.get(), self._arguments)
         outer, _running.frame = getattr(_running, "frame", None), self
         try:
@@ -184,28 +177,23 @@ class Frame:
             pass
         finally:
             _running.frame, self._cheap = outer, None
-        if self._num_seen < len(self._slots):
+        if self.num_wanted:
             raise RuntimeError(
-                f"a layer saved {len(self._slots)} tensors for backward in its forward and {self._num_seen} when it was"
-                " recomputed: activation checkpointing needs a forward that does the same each time it runs"
+                f"a layer saved {len(self._slots)} tensors for backward in its forward and"
+                f" {len(self._slots) - self.num_wanted} when it was recomputed: {_SAME}"
             )
         self._run.recompute_ends(cheap)
 
-    @property
-    def num_wanted(self) -> int:
-        """How many tensors a second run has still to save."""
-        return len(self._slots) - self._num_seen
-
     def fill(self, tensor: Tensor) -> None:
         """Saves the next tensor of a second run, which ends here if it was the last one."""
-        reference, self._num_seen = self._slots[self._num_seen], self._num_seen + 1
-        slot = reference()
+        slot = self._slots[-self.num_wanted]()
+        self.num_wanted -= 1
         if slot is not None:
             if slot.layout != (tensor.shape, tensor.dtype):
                 raise RuntimeError(
                     f"a layer saved a tensor of shape {list(slot.layout[0])} and {slot.layout[1]} for backward in its"
                     f" forward, and one of shape {list(tensor.shape)} and {tensor.dtype} when it was recomputed:"
-                    " activation checkpointing needs a forward that does the same each time it runs"
+                    f" {_SAME}"
                 )
             slot.packed = keep(tensor) if self._cheap is None else self._cheap.pack(tensor)
         if not self.num_wanted:

@@ -36,7 +36,6 @@ from lightning_liger.subclasses import made_subclass
 Mode = Literal["store", "cheap", "recompute", "offload"]
 _CONTROL = "_liger_activations"
 _MIN_OFFLOADED_BYTES = 2**20
-_Forward = Callable[..., Any]
 
 
 @dataclass
@@ -79,7 +78,7 @@ class ControlledLayers:
     has_run: bool = False
     observer: Any = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    _host_memory: dict[torch.device, HostMemory] = field(default_factory=dict)
+    _host_memory: Callable[[torch.device], HostMemory] = field(default_factory=lambda: functools.cache(HostMemory))
 
     def __post_init__(self) -> None:
         self.modes = ["cheap"] * len(self.layers)
@@ -88,7 +87,7 @@ class ControlledLayers:
     def __reduce__(self) -> Any:  # nothing controls a copied or pickled model
         return type(None), ()
 
-    def run(self, index: int, layer: nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
         self.has_run = True
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() and not _hooks_are_taken() else []
@@ -98,7 +97,7 @@ class ControlledLayers:
         first = inputs[0]
         if self.observer is not None:
             self.sizes[index].inputs = sum(each.nbytes for each in inputs if _can_leave(each))
-            self.observer.forward_starts(index, first.numel() // max(1, first.shape[-1]) if first.dim() else 1)
+            self.observer.forward_starts(index, first.shape[:-1].numel())
         mode = self.modes[index]
         if mode in ("recompute", "offload"):
             if any(_has_history(layer, each) for each in (*args, *kwargs.values())):
@@ -114,23 +113,17 @@ class ControlledLayers:
                 kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         run = LayerRun(self, index, mode, first.device, forward)
         if mode == "store":
-            outputs = run(*args, **kwargs)
-        elif mode == "cheap":
+            return run(*args, **kwargs)
+        if mode == "cheap":
             cheap = CheapTensors(first.device.type)
             with listening(cheap.listener), saved_tensors_hooks(cheap.pack, _unpack):
                 outputs = run(*args, **kwargs)
             run.sizes.cheap = cheap.dropped_bytes
-        else:
-            keep = self._offload if mode == "offload" and first.is_cuda else Kept
-            outputs = Frame(layer, run, keep).run(args, kwargs)
-        return outputs
+            return outputs
+        return Frame(layer, run, self._offload if mode == "offload" and first.is_cuda else Kept).run(args, kwargs)
 
     def _offload(self, tensor: Tensor) -> Kept | Offloaded:
-        if not _can_leave(tensor):
-            return Kept(tensor)
-        if tensor.device not in self._host_memory:
-            self._host_memory[tensor.device] = HostMemory(tensor.device)
-        return self._host_memory[tensor.device].offload(tensor)
+        return Offloaded(self._host_memory(tensor.device), tensor) if _can_leave(tensor) else Kept(tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +134,7 @@ class LayerRun:
     index: int
     mode: Mode
     device: torch.device
-    forward: _Forward
+    forward: Callable[..., Any]
 
     @property
     def sizes(self) -> LayerSizes:
@@ -156,14 +149,11 @@ class LayerRun:
             _run.reset(token)
 
     def recompute_starts(self) -> CheapTensors | None:
-        """Tells the observer; returns what counts the cheap tensors of this run, None if nobody wants to know.
-
-        Only where memory is so tight that inputs wait in host memory are they dropped until the layer's backward ends.
-        """
+        """Tells the observer; returns what counts the cheap tensors of this run, None if nobody wants to know."""
         self.sizes.tiled = self.sizes.tiled_cheap = 0
         observer = self.control.observer
         is_measured = observer is not None and observer.recompute_starts(self.index)
-        drops = self.mode == "offload"
+        drops = self.mode == "offload"  # only where memory is so tight, until the layer's backward ends
         return CheapTensors(self.device.type, drops=drops) if is_measured or drops else None
 
     def recompute_ends(self, cheap: CheapTensors | None) -> None:
@@ -175,19 +165,14 @@ class LayerRun:
 
 _unpack = methodcaller("get")
 _run: ContextVar[LayerRun | None] = ContextVar("lightning_liger_layer_run", default=None)
-
-
-def current_run() -> LayerRun | None:
-    """The layer whose forward runs, also when it runs again in backward; None outside of such layers."""
-    return _run.get()
+current_run = _run.get
+"""Returns the layer whose forward runs, also when it runs again in backward; None outside of such layers."""
 
 
 def _hooks_are_taken() -> bool:
     """Whether somebody else keeps what autograd saves, as activation checkpointing around this layer does."""
-    autograd: Any = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        return True
-    return autograd._top_saved_tensors_default_hooks(False) is not None
+    state: Any = torch._C._autograd
+    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
 
 
 def _can_leave(tensor: Tensor) -> bool:
@@ -264,9 +249,7 @@ def find_layers(model: nn.Module, classes: Collection[type[nn.Module]] | None = 
             models, the items of one class that a ``ModuleList`` or ``Sequential`` has more than one of.
     """
     wanted = tuple(classes) if classes is not None else tuple(unsplit_classes(model))
-    if wanted:
-        return _outermost(model, lambda module, parent: isinstance(module, wanted))
-    return _outermost(model, _is_repeated)
+    return _outermost(model, (lambda module, parent: isinstance(module, wanted)) if wanted else _is_repeated)
 
 
 def unsplit_classes(model: nn.Module) -> set[type[nn.Module]]:

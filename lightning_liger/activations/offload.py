@@ -11,73 +11,45 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Pinned buffers and the stream that fills and reads them, of one device.
-
-    Both directions share a stream, so a buffer may be given to the next tensor as soon as its copy back was issued.
-    """
+    """Pinned buffers of a device and their stream: as both directions share it, none is reused before it was read."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._last: weakref.ref[Offloaded] | None = None
-
-    def offload(self, tensor: Tensor) -> "Offloaded":
-        """Starts to copy ``tensor``, whose memory is free for others once that is done and nobody else holds it."""
-        offloaded = Offloaded(self, tensor, None if self._last is None else self._last())
-        self._last = weakref.ref(offloaded)
-        return offloaded
-
-    def take(self, num_bytes: int) -> Tensor:
-        """A buffer of at least ``num_bytes``."""
-        free = self._free[num_bytes]
-        return free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._free[buffer.numel()].append(buffer)
+        self.free: dict[int, list[Tensor]] = defaultdict(list)
+        self.last: weakref.ref[Offloaded] | None = None
 
 
 class Offloaded:
-    """A tensor in host memory.
+    """A floating-point tensor in host memory, whose own is free once it is copied and nobody else holds it."""
 
-    Args:
-        memory: Where to.
-        tensor: Floating-point, on the device.
-        before: The tensor that was offloaded before it, which backward needs after it.
-    """
-
-    def __init__(self, memory: HostMemory, tensor: Tensor, before: "Offloaded | None") -> None:
-        self._buffer: Tensor | None = None
-        self._memory = memory
-        self._before = None if before is None else weakref.ref(before)
-        self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    def __init__(self, memory: HostMemory, tensor: Tensor) -> None:
+        self._memory, self._device = memory, tensor.device
+        self._before, memory.last = memory.last, weakref.ref(self)  # backward needs it in the opposite order
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
         source = tensor.detach()
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if span != tensor.numel():
             source = source.contiguous()
-            self._like = tensor.shape, source.stride(), tensor.dtype, tensor.device
-        self._buffer = memory.take(source.numel() * source.element_size())
+        free = memory.free[source.nbytes]
+        if not free:
+            free.append(torch.empty(source.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
+        self._buffer = free.pop()
+        self._on_host = self._buffer.view(tensor.dtype).as_strided(source.shape, source.stride())
         memory.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(memory.stream):
-            self._on_host().copy_(source, non_blocking=True)
+            self._on_host.copy_(source, non_blocking=True)
         source.record_stream(memory.stream)
-
-    def _on_host(self) -> Tensor:
-        assert self._buffer is not None
-        size, stride, dtype, _ = self._like
-        return self._buffer.view(dtype).as_strided(size, stride)
 
     def prefetch(self) -> None:
         """Starts to copy the tensor back."""
         if self._copy is not None:
             return
-        size, stride, dtype, device = self._like
-        stream = self._memory.stream
+        stream, host = self._memory.stream, self._on_host
         # Allocated on the current stream, whose memory may still be in use there, so the copy waits for it.
-        copy = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        copy = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            copy.copy_(self._on_host(), non_blocking=True)
+            copy.copy_(host, non_blocking=True)
         copy.record_stream(stream)
         self._copy = copy, stream.record_event()
 
@@ -93,5 +65,5 @@ class Offloaded:
         return copy.requires_grad_()
 
     def __del__(self) -> None:
-        if self._buffer is not None:
-            self._memory.give_back(self._buffer)
+        if hasattr(self, "_buffer"):  # which host memory may have had no place for
+            self._memory.free[self._buffer.numel()].append(self._buffer)

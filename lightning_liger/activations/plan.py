@@ -1,11 +1,10 @@
 """How each layer of a model runs, so that a step fits a budget of memory with the least recomputation."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
 from lightning_liger.activations.layers import Mode
-from lightning_liger.activations.profile import Profile, Segment
+from lightning_liger.activations.profile import Profile
 
 _SAME_RATE = 0.8
 """Layers whose seconds a byte differ by less count as equal: measured times of equal layers do."""
@@ -50,41 +49,36 @@ def choose(profile: Profile, limit: float) -> Plan:
     def change(index: int, mode: Mode, limit: float = float("inf")) -> None:
         """Changes the mode of a layer if the step then stays within ``limit``."""
         changed = {each: peaks[each] + added(each, index, mode) - added(each, index, modes[index]) for each in peaks}
-        if _largest(changed) <= limit:
+        if max(changed.values()) <= limit:
             peaks.update(changed)
             modes[index] = mode
 
-    while _largest(peaks) > limit:
+    while max(peaks.values()) > limit:
         worst = max(peaks, key=peaks.__getitem__)
         recomputed = (index for index, mode in enumerate(modes) if mode == "recompute")
         relieving = next((index for index in recomputed if added(worst, index, "offload") < 0), None)
         if relieving is None:
             break
         change(relieving, "offload")
-    limit = max(limit, _largest(peaks))
+    limit = max(limit, *peaks.values())
     for index in _by_rate(profile):
         if modes[index] == "recompute":
             change(index, "cheap", limit)
     if all(mode == "cheap" for mode in modes):
         for index in reversed(range(len(modes))):
             change(index, "store", limit)
-    return Plan(tuple(modes), _largest(peaks))
+    return Plan(tuple(modes), max(peaks.values()))
 
 
-def _largest(peaks: dict[Segment, int]) -> int:
-    return max(peaks.values(), default=0)
-
-
-def _by_rate(profile: Profile) -> Iterator[int]:
+def _by_rate(profile: Profile) -> list[int]:
     """The layers by the seconds that storing a byte saves, largest first; of equal layers the last first."""
 
     def rate(index: int) -> float:
         return profile.layers[index].seconds / max(1, profile.layers[index].kept)
 
-    group: list[int] = []
+    groups: list[list[int]] = []
     for index in sorted(range(len(profile.layers)), key=rate, reverse=True):
-        if group and rate(index) < _SAME_RATE * rate(group[0]):
-            yield from sorted(group, reverse=True)
-            group = []
-        group.append(index)
-    yield from sorted(group, reverse=True)
+        if not groups or rate(index) < _SAME_RATE * rate(groups[-1][0]):
+            groups.append([])
+        groups[-1].append(index)
+    return [index for group in groups for index in sorted(group, reverse=True)]

@@ -15,8 +15,8 @@ alone take half of what is left, or if what a step before it needed does not fit
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -44,13 +44,9 @@ class Budget:
 
     value: float | str
 
-    def limit(self, memory: CudaMemory) -> int:
-        """The bytes, no more than the process can have.
-
-        Raises:
-            ValueError: If the budget is above the device's memory.
-        """
-        value, total, available = self.value, memory.total(), memory.available()
+    def limit(self, total: int, available: int) -> int:
+        """The bytes, of the device's memory and what of it the process can have. Raises ValueError if it is above."""
+        value = self.value
         if isinstance(value, str):
             return int((1 - _FRAGMENTATION) * available)
         if value > max(1, total / _GIB):
@@ -69,16 +65,12 @@ class AllRanks:
     """All processes of ``torch.distributed``, which agree on plans on the CPU: no rank waits for its GPU.
 
     Args:
-        run_layers_together: Returns whether a layer's forward exchanges data with other ranks, so that all must
-            recompute the same layers. Is called once, in the first step, when engines have wrapped the layers.
+        run_layers_together: Whether a layer's forward exchanges data with other ranks, so that all must recompute the
+            same layers. Is called once, in the first step, when engines have wrapped the layers.
     """
 
     def __init__(self, run_layers_together: Callable[[], bool]) -> None:
-        self._run_layers_together = run_layers_together
-
-    @cached_property
-    def run_layers_together(self) -> bool:
-        return self._run_layers_together()
+        self.run_layers_together = cache(run_layers_together)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -107,10 +99,6 @@ class Planner:
         memory: Of the layers' device.
         ranks: The ranks that train together, None for one process.
         announce: Is called with a line about each new plan, the plan, and whether it stays within the budget.
-
-    Attributes:
-        plan: Of the last batch, None while layers are measured.
-        line: About the last plan.
     """
 
     def __init__(
@@ -118,11 +106,11 @@ class Planner:
         layers: ControlledLayers,
         budget: Budget,
         memory: CudaMemory,
-        ranks: AllRanks | None = None,
-        announce: Callable[[str, Plan, bool], None] = lambda line, plan, fits: None,
+        ranks: AllRanks | None,
+        announce: Callable[[str, Plan, bool], None],
     ) -> None:
         self._layers, self._budget, self._memory, self._ranks, self._announce = layers, budget, memory, ranks, announce
-        self._limit = budget.limit(memory)
+        self._limit = budget.limit(*memory.sizes())
         self._base: Mode = "recompute"
         self._is_first_step = self._is_between_steps = True
         self._profiles: dict[int, Profile] = {}
@@ -130,11 +118,9 @@ class Planner:
         self._recorder: Recorder | None = None
         self._needed = 0, 0  # bytes in a step in which all layers are recomputed, for so many tokens
         self._correction = self._first_layer = self._num_tokens = self._start_bytes = self._start_peak = 0
-        self.plan: Plan | None = None
-        self.line = ""
+        self.plan: Plan | None = None  # of the last batch, unless layers are measured
+        self.line = ""  # about the last plan
         self._set_base(self._base)
-
-    # What layers report
 
     def forward_starts(self, index: int, num_tokens: int) -> None:
         if self._is_between_steps or index == self._first_layer:
@@ -144,20 +130,16 @@ class Planner:
             if self.plan is None and inputs > (self._limit - self._memory.read()[0]) / 2:
                 self._set_base("offload")
         if self._recorder is not None:
-            self._recorder.forward_starts(index)
+            self._recorder.forward_starts(index, num_tokens)
 
     def recompute_starts(self, index: int) -> bool:
-        if self._recorder is not None:
-            self._recorder.recompute_starts(index)
-        return self._recorder is not None
+        return self._recorder is not None and self._recorder.recompute_starts(index)
 
     def recompute_ends(self, index: int) -> None:
         if self._recorder is not None:
             self._recorder.recompute_ends(index)
         elif self.plan is None:  # in the first step, before the optimizer makes its states
             self._needed = max(self._needed, (self._memory.read()[1] - self._start_bytes, self._num_tokens))
-
-    # What the strategy reports
 
     def step_ends(self) -> None:
         """After the optimizer's step."""
@@ -173,8 +155,6 @@ class Planner:
                 self._memory.reset_peak()
         self._is_first_step, self._is_between_steps = False, True
 
-    # The rest
-
     @property
     def _margin(self) -> int:
         return max(1, int(MARGIN * self._limit))
@@ -188,7 +168,7 @@ class Planner:
         if starts:
             self._num_tokens = 0
             self._start_bytes, self._start_peak = self._memory.read()
-        if self._ranks is not None and self._ranks.run_layers_together:
+        if self._ranks is not None and self._ranks.run_layers_together():
             numbers = num_tokens, self._start_bytes, self._correction
             num_tokens, self._start_bytes, self._correction = self._ranks.largest(*numbers)
         self._num_tokens = max(self._num_tokens, num_tokens)
@@ -201,8 +181,7 @@ class Planner:
             self.plan = None
             # Whether all layers recomputed might leave less than the margin, as a step before tells.
             needed, for_tokens = self._needed
-            left = self._limit - self._margin - self._start_bytes
-            exceeds = for_tokens > 0 and needed * num_tokens / for_tokens > left
+            exceeds = needed * num_tokens > for_tokens * (self._limit - self._margin - self._start_bytes)
             self._set_base("offload" if exceeds else self._base)
         if not self._is_first_step and self._recorder is None:
             self._recorder = Recorder(self._layers, self._memory)
@@ -211,8 +190,8 @@ class Planner:
 
     def _add(self, profile: Profile) -> None:
         if not self._profiles:
-            self._limit = self._budget.limit(self._memory)  # libraries have taken what they need by now
-        if self._ranks is not None and (not self._profiles or self._ranks.run_layers_together):
+            self._limit = self._budget.limit(*self._memory.sizes())  # libraries have taken what they need by now
+        if self._ranks is not None and (not self._profiles or self._ranks.run_layers_together()):
             # Later profiles need not be merged otherwise: recomputation within a rank concerns no other rank.
             profile = self._ranks.merge(profile)
             self._limit = -self._ranks.largest(-self._limit)[0]
@@ -226,20 +205,20 @@ class Planner:
         grown = self._start_bytes - profile.start_bytes
         extra = self._correction + (math.ceil(grown / margin) * margin if grown > margin else 0)
         key = profile.num_tokens, extra
-        if key not in self._plans:
-            before = [plan for (num_tokens, _), plan in self._plans.items() if num_tokens == profile.num_tokens]
-            plan = self._plans[key] = choose(profile.raised(extra), self._limit - margin)
-            if not before or before[-1].modes != plan.modes:
-                self._describe(plan, profile.num_tokens)
-        return self._plans[key]
-
-    def _describe(self, plan: Plan, num_tokens: int) -> None:
+        if key in self._plans:
+            return self._plans[key]
+        before = [plan for (num_tokens, _), plan in self._plans.items() if num_tokens == profile.num_tokens]
+        plan = choose(profile, self._limit - margin - extra)
+        self._plans[key] = plan = replace(plan, predicted_peak=plan.predicted_peak + extra)
+        if before and before[-1].modes == plan.modes:
+            return plan
         fits = plan.predicted_peak <= self._limit
         limit, peak = (f"{num_bytes / _GIB:.1f} GiB" for num_bytes in (self._limit, plan.predicted_peak))
-        self.line = f"{plan}; predicted peak {peak} of {limit} ({num_tokens:,} tokens)"
+        self.line = f"{plan}; predicted peak {peak} of {limit} ({profile.num_tokens:,} tokens)"
         if not fits:
             self.line += (
                 ". No plan fits: set a larger memory_budget, use fewer or shorter rows in a batch, or shard over more"
                 " devices"
             )
         self._announce(f"lightning-liger: {self._budget}: {self.line}", plan, fits)
+        return plan

@@ -25,15 +25,11 @@ class Segment(NamedTuple):
 
 
 class CudaMemory:
-    """The counters of a GPU's allocator, in bytes, and its clock.
-
-    Attributes:
-        highest_peak: The highest of the peaks that were reset.
-    """
+    """The counters of a GPU's allocator, in bytes, and its clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.highest_peak = 0
+        self.highest_peak = 0  # of those that were reset
 
     def read(self) -> tuple[int, int]:
         """The bytes that are allocated now, and their peak since the last reset."""
@@ -42,19 +38,15 @@ class CudaMemory:
         return counts.get("current", 0), counts.get("peak", 0)
 
     def reset_peak(self) -> None:
-        """Starts a new peak."""
         self.highest_peak = max(self.highest_peak, self.read()[1])
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def total(self) -> int:
-        """The memory of the device."""
-        return torch.cuda.get_device_properties(self._device).total_memory
-
-    def available(self) -> int:
-        """What this process could allocate in all: the device's memory without that of other processes."""
+    def sizes(self) -> tuple[int, int]:
+        """The memory of the device, and what this process could allocate of it in all, as others have some too."""
+        total = torch.cuda.get_device_properties(self._device).total_memory
         free, _ = torch.cuda.mem_get_info(self._device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * self.total())
-        return min(free + torch.cuda.memory_reserved(self._device), allowed)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
+        return total, min(free + torch.cuda.memory_reserved(self._device), allowed)
 
     def mark(self) -> torch.cuda.Event:
         """The moment at which the device will have done all work so far."""
@@ -70,36 +62,29 @@ class CudaMemory:
 
 @dataclass
 class LayerCosts(LayerSizes):
-    """What the modes of a layer cost, in bytes and seconds.
-
-    Attributes:
-        stored: What it allocates for backward if it is not recomputed, without cheap tensors and ``tiled``.
-        seconds: The time that its recomputation takes.
-    """
+    """What the modes of a layer cost, in bytes and seconds."""
 
     stored: int = 0
+    """What it allocates for backward if it is not recomputed, without cheap tensors and ``tiled``."""
     seconds: float = 0.0
+    """The time that its recomputation takes."""
 
     @property
     def kept(self) -> int:
-        """What the layer allocates for backward if it is not recomputed, without cheap tensors."""
+        """``stored`` and ``tiled``."""
         return self.stored + self.tiled
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one optimizer step needs.
-
-    Args:
-        num_tokens: The most that a micro-batch had.
-        start_bytes: Allocated when the first layer's forward started.
-        peaks: The peak of each segment in bytes, if every layer is recomputed.
-        layers: In their order.
-    """
+    """What one optimizer step needs."""
 
     num_tokens: int
+    """The most that a micro-batch had."""
     start_bytes: int
+    """Allocated when the first layer's forward started."""
     peaks: dict[Segment, int]
+    """Of each segment in bytes, if every layer is recomputed."""
     layers: tuple[LayerCosts, ...]
 
     def added_bytes(self, segment: Segment, index: int, mode: Mode) -> int:
@@ -113,17 +98,13 @@ class Profile:
         # Its own backward was measured in tiles, without these tensors and the gradient of each.
         return num_live * kept + (2 * (layer.tiled + layer.tiled_cheap) if is_own else 0)
 
-    def raised(self, num_bytes: int) -> "Profile":
-        """The profile of a step that needs ``num_bytes`` more all the time."""
-        return replace(self, peaks={segment: peak + num_bytes for segment, peak in self.peaks.items()})
+    def added_by_all(self, segment: Segment, modes: Sequence[Mode]) -> int:
+        """What the modes of all layers add to a segment."""
+        return sum(self.added_bytes(segment, index, mode) for index, mode in enumerate(modes))
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
     """The profile that covers each of ``profiles``, such as those of all ranks."""
-    peaks: dict[Segment, int] = {}
-    for profile in profiles:
-        for segment, peak in profile.peaks.items():
-            peaks[segment] = max(peak, peaks.get(segment, 0))
 
     def covering(layers: Sequence[LayerCosts]) -> LayerCosts:
         freed = min(layer.inputs for layer in layers)  # by offloading, on every rank
@@ -132,7 +113,7 @@ def merge(profiles: Sequence[Profile]) -> Profile:
     return Profile(
         num_tokens=max(profile.num_tokens for profile in profiles),
         start_bytes=max(profile.start_bytes for profile in profiles),
-        peaks=peaks,
+        peaks={key: max(each.peaks.get(key, 0) for each in profiles) for profile in profiles for key in profile.peaks},
         layers=tuple(map(covering, zip(*(profile.layers for profile in profiles), strict=True))),
     )
 
@@ -152,16 +133,14 @@ class _Measured:
 
 
 class Recorder:
-    """Measures one optimizer step, in which each layer is recomputed.
+    """Measures one optimizer step, in which each layer is recomputed. The observer of the layers, or called by it.
 
-    Args:
-        layers: The layers of the model.
-        memory: Of their device, :class:`CudaMemory` or another with these methods. Its peak is reset.
+    ``memory`` is :class:`CudaMemory` or another with these methods. Its peak is reset at the end of each segment.
     """
 
     def __init__(self, layers: ControlledLayers, memory: Any) -> None:
-        self._controlled = layers
-        self._memory = memory
+        self.segments: list[Segment] = []  # in the order of time
+        self._controlled, self._memory = layers, memory
         self._peaks: dict[Segment, int] = {}
         self._live = [0] * len(layers.modes)
         self._recomputed: int | None = None
@@ -172,42 +151,40 @@ class Recorder:
         """Ends a segment of the timeline; returns the bytes that are allocated."""
         allocated, peak = self._memory.read()
         segment = Segment(tuple(self._live), self._recomputed)
+        self.segments.append(segment)
         self._peaks[segment] = max(peak, self._peaks.get(segment, 0))
         self._memory.reset_peak()
         return allocated
 
-    def forward_starts(self, index: int) -> None:
+    def forward_starts(self, index: int, num_tokens: int) -> None:
         self._cut()
         self._recomputed = None
         self._live[index] += 1
         self._layers[index].mode = self._controlled.modes[index]
 
-    def recompute_starts(self, index: int) -> None:
+    def recompute_starts(self, index: int) -> bool:
         allocated = self._cut()
         self._recomputed = index
         self._live[index] = max(0, self._live[index] - 1)
         self._layers[index].start = allocated, self._memory.mark()
+        return True
 
     def recompute_ends(self, index: int) -> None:
-        layer, sizes, (allocated, start) = self._layers[index], self._controlled.sizes[index], self._layers[index].start
+        layer, sizes = self._layers[index], self._controlled.sizes[index]
+        allocated, start = layer.start
         layer.moments.append((start, self._memory.mark()))
         layer.kept = max(layer.kept, self._memory.read()[0] - allocated)
         layer.sizes = LayerSizes(*map(max, astuple(layer.sizes), astuple(sizes)))
 
     def finish(self, num_tokens: int, start_bytes: int) -> Profile:
-        """The profile of the step that has ended. Waits for the device.
+        """The profile of the step that has ended: its largest micro-batch, and the bytes at the start of the first.
 
-        Args:
-            num_tokens: Of its largest micro-batch.
-            start_bytes: Allocated when its first layer's forward started.
+        Waits for the device.
         """
         self._cut()
-        costs = tuple(map(self._costs, self._layers))
-        measured = Profile(num_tokens, start_bytes, self._peaks, costs)
-        peaks = {
-            segment: peak - sum(measured.added_bytes(segment, i, layer.mode) for i, layer in enumerate(self._layers))
-            for segment, peak in self._peaks.items()
-        }
+        measured = Profile(num_tokens, start_bytes, self._peaks, tuple(map(self._costs, self._layers)))
+        modes = [layer.mode for layer in self._layers]
+        peaks = {segment: peak - measured.added_by_all(segment, modes) for segment, peak in self._peaks.items()}
         return replace(measured, peaks=peaks)
 
     def _costs(self, layer: _Measured) -> LayerCosts:

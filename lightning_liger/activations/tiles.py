@@ -20,7 +20,6 @@ from liger_ops import backend
 from lightning_liger.activations.frames import Surroundings, end_recomputation_with
 from lightning_liger.activations.layers import current_run
 
-_MODES = ("recompute", "offload")
 _MIN_TILE_TOKENS = 8192
 """Each tile reads and writes the parameters' gradients once: 10 bytes for each parameter, next to 6 floating-point
 operations for each parameter and token. At 4 TB/s and 700 TFLOP/s that is 3.6% of a tile of this size."""
@@ -37,9 +36,7 @@ Place = tuple[nn.Module, str]
 def choose_tile_size(num_tokens: int, bytes_per_token: int) -> int:
     """Tokens a tile, evenly spread: within ``_TILE_BYTES``, or ``_MIN_TILE_TOKENS``; all unless that makes three tiles.
 
-    Args:
-        num_tokens: Number of all tokens.
-        bytes_per_token: What the module's intermediate tensors and their gradients take for each token.
+    ``bytes_per_token`` are those of the module's intermediate tensors and their gradients.
     """
     largest = max(_MIN_TILE_TOKENS, _TILE_BYTES // max(1, bytes_per_token))
     if num_tokens <= 2 * largest:
@@ -51,18 +48,17 @@ def choose_tile_size(num_tokens: int, bytes_per_token: int) -> int:
 def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> Tensor:
     """``compute(module, x)``: in tiles if ``x`` is long and its layer is recomputed in backward, else at once.
 
+    The module is not tiled if a child has hooks, parameters of a tensor parallel or sharded kind, or floating-point
+    buffers, which may be statistics that a forward changes.
+
     Args:
         compute: Treats each token by itself, without side effects, with parameters of ``module`` and its children only.
-        module: What it gets as first argument. It is not tiled if a child has hooks, parameters of a tensor parallel or
-            sharded kind, or floating-point buffers, which may be statistics that a forward changes.
+        module: What it gets as first argument.
         x: ``[..., hidden_size]``.
         width: Columns of the widest intermediate tensor.
-
-    Returns:
-        ``[..., columns of compute's result]``.
     """
     run = None if torch.compiler.is_compiling() else current_run()
-    if run is None or run.mode not in _MODES:
+    if run is None or run.mode in ("store", "cheap"):
         return compute(module, x)
     num_tokens = x.shape[:-1].numel()
     dtype = backend.autocast_dtype(x.device.type) or x.dtype
@@ -167,27 +163,24 @@ class _TiledFunction(torch.autograd.Function):
         wanted = {index: parameters[index].detach().requires_grad_() for index, need in enumerate(needs) if need}
         sums: dict[int, Tensor] = {}
         grad_x = x.new_zeros(x.shape) if needs_x else None
-        grad_tiles = None if grad_x is None else tiled.split(grad_x)
+        grad_tiles = () if grad_x is None else tiled.split(grad_x)
         with ctx.surroundings.again(), tiled.with_parameters(wanted):
             for number, (tile, grad) in enumerate(zip(tiled.split(x), tiled.split(grad_output), strict=True)):
                 leaf = tile.detach().requires_grad_(needs_x)
                 with torch.enable_grad():
                     output = tiled.compute(tiled.module, leaf)
-                inputs = [*wanted.values(), *([leaf] if needs_x else [])]
-                gradients = list(torch.autograd.grad(output, inputs, grad, allow_unused=True))
+                inputs = wanted | ({-1: leaf} if needs_x else {})
+                gradients = torch.autograd.grad(output, list(inputs.values()), grad, allow_unused=True)
                 del output
-                own = gradients.pop() if needs_x else None
-                if grad_tiles is not None and own is not None:
-                    grad_tiles[number].copy_(own)
-                for index, gradient in zip(wanted, gradients, strict=True):
+                for index, gradient in zip(inputs, gradients, strict=True):
                     if gradient is None:
                         continue
-                    if index in sums:
+                    if index == -1:
+                        grad_tiles[number].copy_(gradient)
+                    elif index in sums:
                         sums[index] += gradient
                     else:  # a copy, because a gradient may be a view of something else
                         sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-                del gradients, own
-        rounded = (
-            sums.pop(index).to(parameter.dtype) if index in sums else None for index, parameter in enumerate(parameters)
-        )
+                del gradients
+        rounded = (sums.pop(index).to(each.dtype) if index in sums else None for index, each in enumerate(parameters))
         return None, grad_x, *rounded

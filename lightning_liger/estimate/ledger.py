@@ -7,7 +7,7 @@ which PyTorch's caching allocator would allocate and free.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from liger_ops.loss.head_passes import BackwardArguments, ForwardArguments
+from lightning_liger.activations.frames import tensors_in
 from lightning_liger.lazy.tensor import NO_MEMORY
 from lightning_liger.monitor.flops import ValuesOfMeta
 
@@ -30,7 +31,7 @@ _SECONDS_PER_FLOP = 1e-15
 class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the bytes of meta tensors and the matrix products made inside of its context.
 
-    A :class:`~lightning_liger.activations.profile.Memory`, whose clock counts floating-point operations.
+    A memory as of :class:`~lightning_liger.activations.profile.CudaMemory`, whose clock counts FLOPs.
 
     Attributes:
         allocated: Bytes now.
@@ -61,8 +62,8 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
         result = func(*args, **kwargs)
         if formula := flop_registry.get(func.overloadpacket):
             self.flops += formula(*args, **kwargs, out_val=result)
-        is_layout = any(id(each.untyped_storage()) in self._layouts for each in _tensors(args))
-        for tensor in _tensors((result,)):
+        is_layout = any(id(each.untyped_storage()) in self._layouts for each in tensors_in(args))
+        for tensor in tensors_in(result):
             if is_layout:
                 self._layouts[id(tensor.untyped_storage())] = tensor.untyped_storage()
             elif tensor.is_meta:
@@ -113,8 +114,6 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
         if self.allocated > self.peak:
             self.peak, self._at_peak = self.allocated, self._by_owner.copy()
 
-    # Memory, of the profile
-
     def read(self) -> tuple[int, int]:
         return self.allocated, self.peak
 
@@ -127,15 +126,6 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
 
     def seconds(self, start: int, end: int) -> float:
         return (end - start) * _SECONDS_PER_FLOP
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among values, and in those that are lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
 
 
 def _of_loss(arguments: ForwardArguments | BackwardArguments) -> int:
@@ -153,7 +143,7 @@ _TEMPORARIES: dict[Any, Callable[..., int]] = {
 """What operations allocate and free before they return."""
 
 
-class Unknowable(RuntimeError):
+class Unknowable(Exception):
     """Raised where a model decides by values of tensors, which the meta device does not have."""
 
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -14,7 +14,7 @@ from lightning_liger.activations.plan import choose
 from lightning_liger.activations.planner import MARGIN, Budget
 from lightning_liger.estimate.ledger import Unknowable
 from lightning_liger.estimate.models import find_config, make_batch, make_model
-from lightning_liger.estimate.states import PRECISIONS, STRATEGIES, check_choices, states_of
+from lightning_liger.estimate.states import PRECISIONS, check_choices, states_of
 from lightning_liger.estimate.step import Step, run_step
 from lightning_liger.hardware import Gpu, get_gpu
 from lightning_liger.patching import PatchReport, apply_liger_kernels
@@ -126,32 +126,17 @@ class Inspection:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with the keys that docs/inspect.md lists."""
         names = ("model", "model_type", "num_parameters", "num_trained", "state_bytes", "unknown", "notes")
-        memory = []
-        for row in self.rows:
-            found = asdict(row)
-            found["bytes"] = {**found.pop("num_bytes"), "total": row.total}
+        memory = [asdict(row) for row in self.rows]
+        for found in memory:
+            num_bytes = found.pop("num_bytes")
+            found["bytes"] = {**num_bytes, "total": sum(num_bytes.values())}
             found["largest_logits_bytes"] = found.pop("logits_bytes")
-            memory.append(found)
-        gpu = None
+        gpu: dict[str, Any] | None = None
         if self.gpu is not None:
             gpu = {"name": self.gpu.name, "memory_bytes": self.gpu.memory_bytes, "limit_bytes": self.limit_bytes}
             gpu["fits"] = list(map(asdict, self.fits))
-        return {
-            **{name: getattr(self, name) for name in names},
-            **{"settings": asdict(self.settings), "kernels": self.kernels.as_dict(), "memory": memory, "gpu": gpu},
-        }
-
-
-class _GpuMemory(NamedTuple):
-    """The memory of a GPU that only this process uses, for a budget; without a name it has enough."""
-
-    num_bytes: int = 2**62
-
-    def total(self) -> int:
-        return self.num_bytes
-
-    def available(self) -> int:
-        return self.num_bytes - _CONTEXT_BYTES
+        parts = {"settings": asdict(self.settings), "kernels": self.kernels.as_dict(), "memory": memory, "gpu": gpu}
+        return {name: getattr(self, name) for name in names} | parts
 
 
 def inspect_model(
@@ -200,30 +185,40 @@ def inspect_model(
     found = None if gpu is None else get_gpu(gpu)
     if found is not None and memory_budget is None:
         memory_budget = "auto"
-    budget = _limit(memory_budget, found)
+    budget, limit = _limit(memory_budget, found), None if found is None else _limit("auto", found)
     settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget)
     found_config, dtype = find_config(model, config), PRECISIONS[precision].compute
-    steps = _Steps(lambda: make_model(found_config, dtype, lora), settings)
-    built = steps.model
-    parameters = list(built.parameters())
+    built, plain = (make_model(found_config, dtype, lora) for _ in range(2))
+    states = states_of(built, strategy, num_gpus, precision, optimizer)
     result = Inspection(
         model=model,
         model_type=built.config.model_type,
-        num_parameters=sum(each.numel() for each in parameters),
-        num_trained=sum(each.numel() for each in parameters if each.requires_grad),
+        num_parameters=sum(each.numel() for each in built.parameters()),
+        num_trained=sum(each.numel() for each in built.parameters() if each.requires_grad),
         settings=settings,
-        kernels=steps.report,
-        state_bytes=steps.states.totals(built),
+        kernels=apply_liger_kernels(built),
+        state_bytes=states.totals(built),
         gpu=found,
-        limit_bytes=None if found is None else Budget("auto").limit(_GpuMemory(found.memory_bytes)),  # type: ignore[arg-type]
+        limit_bytes=limit,
         budget_bytes=budget,
     )
+
+    @functools.cache
+    def run(implementation: Implementation, batch_size: int, seq_len: int) -> Step:
+        """A step in which all layers are recomputed."""
+        ours = implementation == OURS
+        make = functools.partial(make_batch, batch_size, seq_len)
+        try:
+            return run_step(built if ours else plain, make, states, ours or states.sharding.frees_early)
+        except _FAILURES as error:  # of the model's own code
+            raise Unknowable(f"{type(error).__name__}: {error}") from error
+
     try:
         for implementation in (OURS, HUGGING_FACE):
-            result.rows.extend(_rows(steps, implementation, budget, result.limit_bytes))
-            if result.limit_bytes is not None:
-                within = budget if implementation == OURS and budget is not None else result.limit_bytes
-                result.fits.append(_fit(steps, implementation, within))
+            result.rows.extend(_rows(run(implementation, batch_size, seq_len), implementation, budget, limit))
+            if limit is not None:
+                within = budget if implementation == OURS and budget is not None else limit
+                result.fits.append(_fit(functools.partial(run, implementation), implementation, settings, within))
     except Unknowable as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         result = replace(result, rows=[], fits=[], unknown=line)
@@ -235,67 +230,41 @@ def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
     """The bytes of a budget, None without."""
     if memory_budget is None:
         return None
-    if isinstance(memory_budget, str) and memory_budget != "auto":
-        raise wrong_value("memory_budget", "'auto', a share of the GPU's memory up to 1, or GiB above 1", memory_budget)
-    if not isinstance(memory_budget, str):
+    if memory_budget != "auto":
+        if isinstance(memory_budget, str):
+            expected = "'auto', a share of the GPU's memory up to 1, or GiB above 1"
+            raise wrong_value("memory_budget", expected, memory_budget)
         check_number("memory_budget", memory_budget, above=0)
     if gpu is None and (isinstance(memory_budget, str) or memory_budget <= 1):
         raise wrong_value("memory_budget", "GiB above 1 without gpu, which 'auto' and shares need", memory_budget)
-    memory: Any = _GpuMemory() if gpu is None else _GpuMemory(gpu.memory_bytes)
-    return Budget(memory_budget).limit(memory)
+    total = 2**62 if gpu is None else gpu.memory_bytes
+    return Budget(memory_budget).limit(total, total - _CONTEXT_BYTES)
 
 
-class _Steps:
-    """Steps of a model at several sizes, with our kernels and without."""
-
-    def __init__(self, make: Callable[[], PreTrainedModel], settings: Settings) -> None:
-        self._models = {OURS: make(), HUGGING_FACE: make()}
-        self.model = ours = self._models[OURS]
-        self.settings = settings
-        self.states = states_of(ours, settings.strategy, settings.num_gpus, settings.precision, settings.optimizer)
-        self.report = apply_liger_kernels(ours)
-        self.run = functools.cache(self._run)
-
-    def _run(self, implementation: Implementation, batch_size: int, seq_len: int) -> Step:
-        """A step in which all layers are recomputed."""
-        frees_early = implementation == OURS or STRATEGIES[self.settings.strategy].frees_early
-        make = functools.partial(make_batch, batch_size, seq_len)
-        try:
-            return run_step(self._models[implementation], make, self.states, frees_early)
-        except Unknowable:
-            raise
-        except _FAILURES as error:  # of the model's own code
-            raise Unknowable(f"{type(error).__name__}: {error}") from error
-
-
-def _rows(steps: _Steps, implementation: Implementation, budget: int | None, limit: int | None) -> Iterator[Row]:
+def _rows(step: Step, implementation: Implementation, budget: int | None, limit: int | None) -> Iterator[Row]:
     """The rows of one implementation."""
-    step = steps.run(implementation, steps.settings.batch_size, steps.settings.seq_len)
-    every: dict[str, Mode] = {"stored": "store", "cheap dropped": "cheap", "recomputed": "recompute"}
-    if implementation == HUGGING_FACE:
-        del every["cheap dropped"]
 
     def row(activations: str, modes: Sequence[Mode], most: int | None, words: str | None = None) -> Row:
         num_bytes = step.peak(modes)
         fits = None if limit is None or most is None else sum(num_bytes.values()) <= most
         return Row(implementation, activations, num_bytes, step.logits_bytes, words, fits)
 
+    every: dict[str, Mode] = {"stored": "store", "cheap dropped": "cheap", "recomputed": "recompute"}
     for activations, mode in every.items():
-        yield row(activations, [mode] * step.num_layers, limit)
+        if implementation == OURS or mode != "cheap":
+            yield row(activations, [mode] * step.num_layers, limit)
     if implementation == OURS and budget is not None:
         plan = choose(step.profile, (1 - MARGIN) * budget)
         yield row("plan", plan.modes, budget, str(plan))
 
 
-def _fit(steps: _Steps, implementation: Implementation, limit: int) -> Fit:
+def _fit(run: Callable[[int, int], Step], implementation: Implementation, settings: Settings, limit: int) -> Fit:
     """The longest sequence and the largest batch; ours under a plan, Hugging Face's with all layers recomputed."""
-    batch_size, seq_len, ours = steps.settings.batch_size, steps.settings.seq_len, implementation == OURS
+    batch_size, seq_len, ours = settings.batch_size, settings.seq_len, implementation == OURS
 
     def needed(batch_size: int, seq_len: int) -> int:
-        step = steps.run(implementation, batch_size, seq_len)
-        if ours:
-            return choose(step.profile, 0).predicted_peak
-        return sum(step.peak(["recompute"] * step.num_layers).values())
+        profile = run(batch_size, seq_len).profile
+        return choose(profile, 0).predicted_peak if ours else max(profile.peaks.values())
 
     within = (1 - MARGIN) * limit if ours else limit
     most = _MAX_TOKENS // batch_size
@@ -305,14 +274,9 @@ def _fit(steps: _Steps, implementation: Implementation, limit: int) -> Fit:
 
 
 def largest(needed: Callable[[int], float], limit: float, start: int, step: int, most: int) -> int:
-    """The largest multiple of ``step`` up to ``most`` for which ``needed`` is within ``limit``, to 2%; or 0.
+    """The largest multiple of ``step`` up to ``most`` for which ``needed``, about a line, is within ``limit``, to 2%.
 
-    Args:
-        needed: About a straight line.
-        limit: Of its value.
-        start: Where to begin.
-        step: The result is a multiple of it.
-        most: The largest that is tried.
+    The search begins at ``start``; 0 if there is none.
     """
     low, high = 0, most - most % step + step
     at = max(step, start - start % step)
@@ -321,8 +285,8 @@ def largest(needed: Callable[[int], float], limit: float, start: int, step: int,
         at = min(max(at, low + step), high - step)
         points[at] = value = needed(at)
         low, high = (at, high) if value <= limit else (low, at)
-        others = sorted(points.keys() - {at}, key=lambda other: abs(other - at))
-        slope = (points[others[0]] - value) / (others[0] - at) if others else 0
+        nearest = min(points.keys() - {at}, key=lambda other: abs(other - at), default=at)
+        slope = (points[nearest] - value) / (nearest - at) if nearest != at else 0
         if slope <= 0:
             at = _FAR * at if value <= limit else at // _FAR
             continue

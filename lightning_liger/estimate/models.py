@@ -28,14 +28,13 @@ def find_config(model: str, settings: Mapping[str, Any] | None = None) -> PreTra
     """
     check_text("model", model)
     path = Path(model).expanduser()
-    if path.name == "config.json" and path.is_file():
-        path = path.parent
-    if model in CONFIG_MAPPING and not (path / "config.json").is_file():
+    path = path if path.name == "config.json" else path / "config.json"
+    if path.is_file():
+        return build_config(str(path.parent), settings=settings)
+    if model in CONFIG_MAPPING:
         return build_config(None, model, settings)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"model must be a folder with a config.json, got {model!r} without")
-        return build_config(str(path), settings=settings)
+    if path.parent.is_dir():
+        raise FileNotFoundError(f"model must be a folder with a config.json, got {model!r} without")
     try:
         cached = try_to_load_from_cache(model, "config.json")
     except ValueError:  # no possible name of a repository

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from liger_ops.arguments import check_choice, check_integer, wrong_value
+from liger_ops.arguments import check_choice, wrong_value
 from lightning_liger.activations.layers import find_layers
 
 StrategyName = Literal["single", "ddp", "fsdp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
@@ -40,20 +41,16 @@ _MAX_LIVE_PARAMETERS = 1_000_000_000
 """Numbers in the weights that ZeRO stage 3 keeps gathered from forward to backward, by default of DeepSpeed."""
 
 
-def _zero(stage: int, weights: bool = False) -> Sharding:
-    # Stage 1 reduces gradients to shards too, since Lightning sets contiguous_gradients and overlap_comm.
-    title = f"DeepSpeed ZeRO stage {stage}"
-    return Sharding(title, weights, True, True, casts_weights=True, frees_early=True, zero_stage=stage)
-
-
+# Stage 1 reduces gradients to shards too, since Lightning sets contiguous_gradients and overlap_comm.
+_ZERO = Sharding("DeepSpeed ZeRO stage 1", False, True, True, casts_weights=True, frees_early=True, zero_stage=1)
 STRATEGIES = {
     "single": Sharding("one GPU"),
     "ddp": Sharding("DDP", joins_gradients=True),
     "fsdp": Sharding("FSDP", True, True, True, casts_weights=True, flattens=True),
     "fsdp2": Sharding("FSDP2", True, True, True),
-    "deepspeed_stage_1": _zero(1),
-    "deepspeed_stage_2": _zero(2),
-    "deepspeed_stage_3": _zero(3, weights=True),
+    "deepspeed_stage_1": _ZERO,
+    "deepspeed_stage_2": _ZERO._replace(title="DeepSpeed ZeRO stage 2", zero_stage=2),
+    "deepspeed_stage_3": _ZERO._replace(title="DeepSpeed ZeRO stage 3", weights=True, zero_stage=3),
 }
 """The strategies of ``lightning-liger inspect``."""
 
@@ -63,10 +60,6 @@ class Precision(NamedTuple):
 
     compute: torch.dtype
     weights: torch.dtype
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.compute != self.weights
 
 
 PRECISIONS = {
@@ -102,14 +95,12 @@ class States:
     """The bytes on each GPU.
 
     Attributes:
-        sharding: What the strategy shards.
-        num_gpus: How many GPUs train together.
+        sharding: What the strategy shards; nothing over one GPU.
         weight_bytes: Of weights between their uses.
         gathered_bytes: Of weights that are gathered from forward to the end of backward, besides those of a layer.
         optimizer_bytes: Of the optimizer's states and float32 weights, if there are any besides the model's.
         step_bytes: What the optimizer's step makes for a moment.
         bucket_bytes: Of gradients in buckets.
-        forward_bytes: Of buckets that exist in the forward of the second step, when DDP has made others.
         backward_bytes: Of buckets that exist in backward only.
         bytes_of_gradient: Of one number in what is kept of gradients.
     """
@@ -121,37 +112,19 @@ class States:
     optimizer_bytes: int
     step_bytes: int
     bucket_bytes: int
-    forward_bytes: int
     backward_bytes: int
     bytes_of_gradient: int
 
-    @property
-    def is_split(self) -> bool:
-        """Whether units gather weights and reduce gradients: each layer, and the rest."""
-        return self.num_gpus > 1 and not self.sharding.zero_stage
-
-    @property
-    def flattens(self) -> bool:
-        """Whether all parameters of a layer, or of the rest, have gradients if one of them is trained."""
-        return self.num_gpus > 1 and self.sharding.flattens
-
     def totals(self, model: nn.Module) -> dict[str, int]:
         """The bytes of weights, gradients and the optimizer, by these names."""
-        gradients = self.gradient_bytes(self.with_gradients(model)) + self.bucket_bytes
+        trained = dict.fromkeys(each for unit in units_of(model) for each in self.trained(unit))
+        gradients = self.gradient_bytes(trained) + self.bucket_bytes
         return {"weights": self.weight_bytes, "gradients": gradients, "optimizer": self.optimizer_bytes}
 
-    def with_gradients(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that have gradients."""
-        units = [list(layer.parameters()) for layer in find_layers(model)] if self.flattens else []
-        inside = {id(each) for unit in units for each in unit}
-        units.append([each for each in model.parameters() if id(each) not in inside])
-        return [each for unit in units for each in self.trained(unit)]
-
-    def trained(self, unit: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def trained(self, unit: list[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that have gradients, of a layer or of all others."""
-        every = list(unit)
-        own = [each for each in every if each.requires_grad]
-        return every if own and self.flattens else own
+        own = [each for each in unit if each.requires_grad]
+        return unit if own and self.sharding.flattens else own
 
     def gradient_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """What is kept of the gradients of these parameters."""
@@ -159,23 +132,25 @@ class States:
         return sum(-(-each.numel() // num_shards) for each in parameters) * self.bytes_of_gradient
 
 
-def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) -> None:
-    """Raises for names that are in none of the tables, and for numbers of GPUs and precisions that do not fit.
+def units_of(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each layer, and all others."""
+    units = [list(layer.parameters()) for layer in find_layers(model)]
+    inside = set(chain.from_iterable(units))
+    return [*units, [each for each in model.parameters() if each not in inside]]
 
-    Raises:
-        ValueError: Naming the known ones.
-    """
+
+def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) -> None:
+    """Raises ValueError for names that are in none of the tables, and for what does not fit the strategy."""
     check_choice("strategy", strategy, tuple(STRATEGIES))
     check_choice("precision", precision, tuple(PRECISIONS))
     check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
-    check_integer("num_gpus", num_gpus, at_least=1)
     if strategy == "single" and num_gpus > 1:
         raise wrong_value("num_gpus", "1 for strategy 'single'", num_gpus)
-    if PRECISIONS[precision].is_mixed and not STRATEGIES[strategy].casts_weights:
+    is_mixed = PRECISIONS[precision].compute != PRECISIONS[precision].weights
+    if is_mixed and not STRATEGIES[strategy].casts_weights:
         casting = ", ".join(name for name, each in STRATEGIES.items() if each.casts_weights)
-        raise wrong_value(
-            "precision", f"without autocast, as 'bf16-true', or of a strategy that casts weights ({casting})", precision
-        )
+        expected = f"without autocast, as 'bf16-true', or of a strategy that casts weights ({casting})"
+        raise wrong_value("precision", expected, precision)
 
 
 def states_of(
@@ -185,15 +160,12 @@ def states_of(
     precision: str = "bf16-true",
     optimizer: str = "adamw",
 ) -> States:
-    """The bytes of a model's weights, gradients and optimizer on each GPU.
-
-    Parameters that require no gradient have neither gradients nor states. Raises as :func:`check_choices`.
-    """
-    check_choices(strategy, num_gpus, precision, optimizer)
+    """The bytes of a model's weights, gradients and optimizer on each GPU."""
     sharding, dtypes, kind = STRATEGIES[strategy], PRECISIONS[precision], OPTIMIZERS[optimizer]
-    parameters = list(model.parameters())
-    total = sum(each.numel() for each in parameters)
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    if num_gpus == 1:
+        sharding = sharding._replace(weights=False, gradients=False, optimizer=False, flattens=False)
+    total = sum(each.numel() for each in model.parameters())
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     stage, full = sharding.zero_stage, torch.float32.itemsize
     size = (dtypes.compute if stage else dtypes.weights).itemsize
 
@@ -217,11 +189,10 @@ def states_of(
         sharding,
         num_gpus,
         weight_bytes=share(total, sharding.weights) * size,
-        gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage == 3 and num_gpus > 1 else 0,
+        gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage and sharding.weights else 0,
         optimizer_bytes=own * (kind.num_states * (full if stage else size) + (full if stage else 0)),
         step_bytes=step_bytes,
         bucket_bytes=bucket_bytes,
-        forward_bytes=bucket_bytes if sharding.joins_gradients else 0,
         backward_bytes=backward_bytes,
         bytes_of_gradient=size,
     )

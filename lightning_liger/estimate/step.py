@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,18 +14,11 @@ from lightning_liger.activations.frames import tensors_in
 from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers, find_layers, release_layers
 from lightning_liger.activations.profile import Profile, Recorder, Segment
 from lightning_liger.estimate.ledger import Ledger, OnGpu
-from lightning_liger.estimate.states import States
+from lightning_liger.estimate.states import States, units_of
 
-ACTIVATIONS, LOGITS, WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACE = OWNERS = (
-    "activations",
-    "logits",
-    "weights",
-    "gradients",
-    "optimizer",
-    "workspace",
-)
-"""What memory is for; ``logits`` are from the last layer's output to the loss and back, ``workspace`` is that of
-cuBLAS."""
+OWNERS = ("activations", "logits", "weights", "gradients", "optimizer", "workspace")
+ACTIVATIONS, LOGITS, WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACE = OWNERS
+"""What memory is for; ``logits`` are from the last layer's output to the loss and back."""
 _WORKSPACE_BYTES = 32 * 2**20
 """Of cuBLAS on Hopper GPUs, which is allocated once."""
 
@@ -49,15 +43,11 @@ class Step:
 
     def peak(self, modes: Sequence[Mode]) -> dict[str, int]:
         """The bytes of each of :data:`OWNERS` at the peak of a step whose layers run in these modes."""
-        added = self.profile.added_bytes
-
-        def total(segment: Segment) -> int:
-            return sum(added(segment, index, mode) for index, mode in enumerate(modes) if mode != "recompute")
-
-        worst = max(self.parts, key=lambda segment: self.profile.peaks[segment] + total(segment))
-        parts = self.parts[worst] + Counter()
-        parts[ACTIVATIONS] += total(worst)
-        return {owner: parts[owner] for owner in OWNERS}
+        added = {segment: self.profile.added_by_all(segment, modes) for segment in self.parts}
+        worst = max(self.parts, key=lambda segment: self.profile.peaks[segment] + added[segment])
+        parts = {owner: self.parts[worst][owner] for owner in OWNERS}
+        parts[ACTIVATIONS] += added[worst]
+        return parts
 
 
 def run_step(
@@ -68,7 +58,7 @@ def run_step(
     Args:
         model: On the meta device, in the dtype of its computation; its forward returns a ``loss``.
         make_batch: Makes the forward's arguments, on the meta device.
-        states: Where weights, gradients and the optimizer's states are.
+        states: Of weights, gradients and the optimizer.
         frees_early: Whether the last step's gradients are freed before forward, as our strategies do, or before
             backward, as Lightning does.
     """
@@ -82,117 +72,89 @@ def run_step(
     ledger.hold("weights", WEIGHTS, states.weight_bytes)
     ledger.hold("optimizer", OPTIMIZER, states.optimizer_bytes)
     ledger.hold("buckets", GRADIENTS, states.bucket_bytes)
-    gradient_bytes = states.gradient_bytes(states.with_gradients(model))
+    gradient_bytes = states.totals(model)["gradients"] - states.bucket_bytes
     if states.sharding.zero_stage == 3:  # which keeps them between steps too
         ledger.hold("kept gradients", GRADIENTS, gradient_bytes)
     on_gpu = partial(OnGpu, ledger)
     controlled = control_layers(model) or ControlledLayers([])
     controlled.modes[:] = ["recompute"] * len(controlled.modes)
     controlled.context = on_gpu  # in backward too, where layers run again
-    recorder = Recorder(controlled, ledger)
+    controlled.observer = recorder = Recorder(controlled, ledger)
     ledger.peaks.clear()
-    controlled.observer = observer = _Observer(recorder, len(controlled.modes))
     units = _Units(ledger, states, model)
     ledger.owner = ACTIVATIONS
     try:
-        with units.hooks(), ledger:
+        with ledger, units.hooks():
             ledger.hold("old gradients", GRADIENTS, 0 if frees_early else gradient_bytes)
-            ledger.hold("buckets of forward", GRADIENTS, states.forward_bytes)
+            # The second step's forward has DDP's buckets of the first one too.
+            ledger.hold("buckets of forward", GRADIENTS, states.bucket_bytes * states.sharding.joins_gradients)
             with on_gpu():
-                loss = _loss_of(model(**batch))
+                output = model(**batch)
+            loss = getattr(output, "loss", None)
+            if loss is None:
+                raise TypeError(f"the model's forward must return a loss, got {type(output).__name__} without")
+            del output
             ledger.hold("old gradients", GRADIENTS, 0)
             ledger.hold("buckets of forward", GRADIENTS, 0)
             ledger.hold("buckets of backward", GRADIENTS, states.backward_bytes)
             loss.backward()
-            units.finish()
     finally:
         release_layers(model)
         for parameter in model.parameters():
             parameter.grad = None
     profile = recorder.finish(next(iter(batch.values())).numel(), 0)
     parts: dict[Segment, Counter[str]] = {}
-    for segment, peak in zip(observer.segments, ledger.peaks, strict=True):
+    for segment, peak in zip(recorder.segments, ledger.peaks, strict=True):
         parts[segment] = max(parts.get(segment, peak), peak, key=Counter.total)
     return Step(profile, parts, ledger.most[LOGITS])
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"the model's forward must return a loss for labels, got {type(output).__name__} without")
-    return loss
-
-
-class _Observer:
-    """Passes what layers do on to a recorder, and notes the segments of the step in their order."""
-
-    def __init__(self, recorder: Recorder, num_layers: int) -> None:
-        self.recompute_ends = recorder.recompute_ends
-        self.segments = [Segment((0,) * num_layers, None)]
-        self._recorder = recorder
-
-    def forward_starts(self, index: int, num_tokens: int) -> None:
-        self._recorder.forward_starts(index)
-        self._note(index, 1, None)
-
-    def recompute_starts(self, index: int) -> bool:
-        self._recorder.recompute_starts(index)
-        self._note(index, -1, index)
-        return True
-
-    def _note(self, index: int, change: int, recomputed: int | None) -> None:
-        live = list(self.segments[-1].live)
-        live[index] = max(0, live[index] + change)
-        self.segments.append(Segment(tuple(live), recomputed))
 
 
 class _Units:
     """The layers and the rest of a model as units whose weights are gathered and whose gradients are reduced.
 
-    With sharded weights a layer's are gathered before its forward and freed after it; in backward those of the layer
-    before it are gathered too, ahead of their use. The gradients of a unit are joined in one buffer, which lives until
-    the next layer's backward ends. The rest of the model is gathered from its forward to the end of backward.
-    DeepSpeed copies each gradient into a bucket instead, and keeps weights gathered for longer.
+    A layer's weights are gathered before its forward and freed after it; in backward those of the layer before it are
+    gathered too. The gradients of a unit are joined in a buffer, which lives until the next layer's backward ends. The
+    rest is gathered all the time. DeepSpeed copies each gradient into a bucket, and keeps weights gathered for longer.
     """
 
     def __init__(self, ledger: Ledger, states: States, model: nn.Module) -> None:
-        self._ledger, self._states, self._layers = ledger, states, find_layers(model)
-        self._parameters = [list(layer.parameters()) for layer in self._layers]
-        inside = {id(parameter) for own in self._parameters for parameter in own}
-        self._parameters.append([each for each in model.parameters() if id(each) not in inside])
+        self._ledger, self._states = ledger, states
+        self._layers, self._parameters = find_layers(model), units_of(model)
         self._root = len(self._layers)
         self._backward_of: int | None = None
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Follows forward and backward of the model."""
+        """Follows forward and backward of the model, and the optimizer's step at the end."""
         self._gather(self._root)
         self._ledger.hold("gathered", WEIGHTS, self._states.gathered_bytes)
-        handles = [
-            each.register_post_accumulate_grad_hook(self._own_gradient)
-            for own in self._parameters
-            for each in own
-            if each.requires_grad
-        ]
-        for index, layer in enumerate(self._layers):
-            handles.append(layer.register_forward_pre_hook(partial(self._forward_starts, index)))
-            handles.append(layer.register_forward_hook(partial(self._forward_ends, index)))
-        try:
+        with ExitStack() as stack:
+            for each in chain.from_iterable(self._parameters):
+                if each.requires_grad:
+                    stack.enter_context(each.register_post_accumulate_grad_hook(self._own_gradient))
+            for index, layer in enumerate(self._layers):
+                stack.enter_context(layer.register_forward_pre_hook(partial(self._gather, index)))
+                stack.enter_context(layer.register_forward_hook(partial(self._forward_ends, index)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        if self._backward_of is not None:
+            self._free(self._backward_of)
+            self._reduce(self._backward_of)
+        self._reduce(self._root)
+        self._free(self._root)
+        self._ledger.hold("gathered", WEIGHTS, 0)
+        self._ledger.hold("joined", GRADIENTS, 0)
+        self._ledger.hold("buckets of backward", GRADIENTS, 0)
+        self._ledger.hold("step", OPTIMIZER, self._states.step_bytes)
+        self._ledger.hold("step", OPTIMIZER, 0)
 
-    def _gather(self, index: int) -> None:
-        if self._states.is_split and self._states.sharding.weights:
+    def _gather(self, index: int, *_: Any) -> None:
+        sharding = self._states.sharding
+        if sharding.weights and not sharding.zero_stage:
             num_bytes = sum(each.nbytes for each in self._parameters[index])
             self._ledger.hold(("gathered", index), WEIGHTS, num_bytes)
 
     def _free(self, index: int) -> None:
         self._ledger.hold(("gathered", index), WEIGHTS, 0)
-
-    def _forward_starts(self, index: int, *_: Any) -> None:
-        self._gather(index)
 
     def _forward_ends(self, index: int, layer: nn.Module, args: Any, output: Any) -> None:
         self._free(index)
@@ -223,24 +185,12 @@ class _Units:
     def _reduce(self, index: int) -> None:
         """Reduces the gradients of a unit whose backward has ended."""
         ledger, states = self._ledger, self._states
-        own, is_reduced = states.trained(self._parameters[index]), states.is_split and states.sharding.gradients
+        is_reduced = states.sharding.gradients and not states.sharding.zero_stage
         if not is_reduced or all(each.grad is None for each in self._parameters[index]):
             return
+        own = states.trained(self._parameters[index])
         ledger.hold("joined", GRADIENTS, 0)  # of the unit before, which has been reduced meanwhile
         ledger.hold("joined", GRADIENTS, sum(each.nbytes for each in own))
         for each in own:
             each.grad = None
         ledger.hold(("shard", index), GRADIENTS, states.gradient_bytes(own))
-
-    def finish(self) -> None:
-        """The end of backward, and the optimizer's step."""
-        if self._backward_of is not None:
-            self._free(self._backward_of)
-            self._reduce(self._backward_of)
-        self._reduce(self._root)
-        self._free(self._root)
-        self._ledger.hold("gathered", WEIGHTS, 0)
-        self._ledger.hold("joined", GRADIENTS, 0)
-        self._ledger.hold("buckets of backward", GRADIENTS, 0)
-        self._ledger.hold("step", OPTIMIZER, self._states.step_bytes)
-        self._ledger.hold("step", OPTIMIZER, 0)

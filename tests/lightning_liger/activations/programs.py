@@ -1,5 +1,6 @@
-"""Random layers: ops that are cheap to make again among others, with views, casts, branches and writes in place."""
+"""Layers of any function, and random ones: ops that are cheap to make again among views, casts and writes in place."""
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any, get_args
@@ -9,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_ops.recipes import made
+from lightning_liger.activations.frames import _MAX_COPIED
 from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers
 
 MODES = get_args(Mode)
 HIDDEN_SIZE = 8
-_SHAPE = (2, 3, HIDDEN_SIZE)
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 def controlled(model: nn.Module, *modes: Any) -> ControlledLayers:
@@ -24,11 +26,55 @@ def controlled(model: nn.Module, *modes: Any) -> ControlledLayers:
     return control
 
 
+class Layer(nn.Module):
+    """Adds ``function`` of itself and the input to the input; has buffers of all kinds."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.q, self.k = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE), nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("other", torch.ones(HIDDEN_SIZE))
+        self.register_buffer("counts", torch.ones(HIDDEN_SIZE, dtype=torch.int64))
+        self.register_buffer("large_counts", torch.ones(_MAX_COPIED + 1, dtype=torch.int64))
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.function(self, x)
+
+
+def layers_of(function: Callable[[Any, Tensor], Tensor], make: Callable[..., nn.Module] = Layer) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(make(function), make(function))
+
+
+def gated(layer: Any, x: Tensor) -> Tensor:
+    return layer.k(silu_mul(layer.q(rms_norm(x)), x))
+
+
+def tokens() -> Tensor:
+    return torch.randn(2, 3, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def outcome(model: nn.Module, half: bool = False, num_steps: int = 1, forward: Any = None) -> dict[str, Any]:
+    """The output, all gradients and buffers after some steps, and the next random number."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    x = tokens()
+    for _ in range(num_steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            y = (forward or model)(x * 1)
+        y.float().square().mean().backward()
+    found = {"y": y.detach(), "x": x.grad, "random": torch.rand(()), **dict(model.named_buffers())}
+    return found | {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+
+
 class _SavesInputs(torch.autograd.Function):
     """``function`` of tensors, which saves its inputs if ``saves``, as fused kernels do."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], saves: bool, *args: Tensor) -> Tensor:
+    def forward(ctx: Any, function: Callable[..., Any], saves: bool, *args: Tensor) -> Any:
         if saves:
             ctx.save_for_backward(*args)
         else:
@@ -37,14 +83,14 @@ class _SavesInputs(torch.autograd.Function):
         return function(*args)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         args = ctx.saved_tensors or ctx.args
         with torch.enable_grad():
             inputs = [arg.detach().requires_grad_() for arg in args]
-            return None, None, *torch.autograd.grad(ctx.function(*inputs), inputs, grad)
+            return None, None, *torch.autograd.grad(ctx.function(*inputs), inputs, grads)
 
 
-def fused(function: Callable[..., Tensor], *args: Tensor, saves: bool = True) -> Tensor:
+def fused(function: Callable[..., Any], *args: Tensor, saves: bool = True) -> Any:
     """``function(*args)`` as an op that autograd sees as one and that says how its output was made."""
     if not (torch.is_grad_enabled() and any(arg.requires_grad for arg in args)):
         return function(*args)
@@ -112,10 +158,8 @@ _OPS: list[_Op] = [
     lambda layer, choose, a, b: rms_norm(a, choose.choice([*layer.weights])),
     lambda layer, choose, a, b: rms_norm(a),
     lambda layer, choose, a, b: silu_mul(a, b.to(a.dtype)),
-    lambda layer, choose, a, b: fused(_turned, a, saves=False),
-    lambda layer, choose, a, b: fused(_turned, a, saves=False),
-    lambda layer, choose, a, b: choose.choice([*layer.linears])(a.to(layer.linears[0].weight.dtype)),
-    lambda layer, choose, a, b: choose.choice([*layer.linears])(a.to(layer.linears[0].weight.dtype)),
+    *2 * [lambda layer, choose, a, b: fused(_turned, a, saves=False)],
+    *2 * [lambda layer, choose, a, b: choose.choice([*layer.linears])(a.to(layer.linears[0].weight.dtype))],
     lambda layer, choose, a, b: a * torch.sigmoid(b.to(a.dtype)),
     lambda layer, choose, a, b: a.transpose(0, 1).contiguous().transpose(0, 1),
     lambda layer, choose, a, b: torch.cat((a[..., 4:], a[..., :4]), -1),

@@ -1,7 +1,6 @@
 """A training step of equal or different layers that allocates in numbers only, for tests of plans."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -13,8 +12,7 @@ class FakeMemory:
 
     def __init__(self, size: int = 10**6) -> None:
         self.size = size
-        self.allocated = 0
-        self.peak = 0
+        self.allocated = self.peak = 0
         self.highest = 0
         """The peak that nobody resets but the test."""
         self.time = 0.0
@@ -34,11 +32,8 @@ class FakeMemory:
     def reset_peak(self) -> None:
         self.peak = self.allocated
 
-    def total(self) -> int:
-        return self.size
-
-    def available(self) -> int:
-        return self.size
+    def sizes(self) -> tuple[int, int]:
+        return self.size, self.size
 
     def mark(self) -> float:
         return self.time
@@ -67,8 +62,10 @@ class SimulatedModel:
     layers: list[Layer]
     memory: FakeMemory = field(default_factory=FakeMemory)
     logits: int = 30
+    num_rounds: int = 1
+    """How often each layer is executed, one after the other, as in ALBERT."""
     has_states: bool = False
-    has_gradients: bool = False
+    with_gradients: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.control = ControlledLayers([nn.Identity() for _ in self.layers])
@@ -83,17 +80,16 @@ class SimulatedModel:
         parameters = sum(layer.parameters for layer in self.layers)
         self.memory.add(0 if self.has_states else 2 * parameters)
         self.has_states = True
-        observer: Any = self.control.observer
-        observer.step_ends()
+        self.control.observer.step_ends()
         self.memory.add(-parameters)
-        self.has_gradients = False
+        self.with_gradients.clear()
         return self.memory.highest
 
     def micro_batch(self, num_tokens: int) -> None:
-        memory, control = self.memory, self.control
-        observer: Any = control.observer
+        memory, control, observer = self.memory, self.control, self.control.observer
         ran: list[str] = []
-        for index, layer in enumerate(self.layers):
+        order = list(enumerate(self.layers)) * self.num_rounds
+        for index, layer in order:
             control.sizes[index].inputs = layer.inputs * num_tokens
             observer.forward_starts(index, num_tokens)
             mode = control.modes[index]
@@ -106,8 +102,9 @@ class SimulatedModel:
             if mode == "offload":
                 memory.add(-layer.inputs * num_tokens)
         memory.transient(self.logits * num_tokens)
-        for index, layer in reversed(list(enumerate(self.layers))):
-            mode, kept = ran[index], self._kept(layer, ran[index])
+        for index, layer in reversed(order):
+            mode = ran.pop()
+            kept = self._kept(layer, mode)
             if mode in ("recompute", "offload"):
                 observer.recompute_starts(index)
                 self.num_recomputed += 1
@@ -118,11 +115,11 @@ class SimulatedModel:
                 observer.recompute_ends(index)
                 if mode == "offload":
                     memory.add(layer.inputs * num_tokens)
-            if not self.has_gradients:
+            if index not in self.with_gradients:
                 memory.add(layer.parameters)
+                self.with_gradients.add(index)
             memory.transient(layer.in_backward * num_tokens)
             memory.add(-(kept + layer.inputs) * num_tokens)
-        self.has_gradients = True
 
     @staticmethod
     def _kept(layer: Layer, mode: str) -> int:

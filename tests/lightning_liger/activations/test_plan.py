@@ -19,7 +19,7 @@ def make_profile(layers: list[tuple[int, float]], seed: int = 0) -> Profile:
         peaks[Segment(live, None)] = generator.randint(20, 60)
         if length < num_layers:
             peaks[Segment(live, length)] = generator.randint(20, 60)
-    costs = (LayerCosts(stored=stored, cheap=3, remade=3, inputs=2, seconds=seconds) for stored, seconds in layers)
+    costs = (LayerCosts(stored=stored, cheap=3, remade=3, inputs=2 + seed % 2, seconds=each) for stored, each in layers)
     return Profile(100, 10, peaks, tuple(costs))
 
 
@@ -68,20 +68,16 @@ def test_plan_fits_and_saves_nearly_as_much_time_as_any_choice(seed, are_equal):
         (100 + 4 * 10 + 2 * 5, ["cheap", "cheap", "store", "store"]),
         (100 + 4 * 10, ["cheap"] * 4),
         (100 + 2 * 10 + 9, ["recompute", "recompute", "cheap", "cheap"]),
-        (100 + 9, ["recompute"] * 4),
         (100, ["recompute"] * 4),
         (99, ["offload"] + ["recompute"] * 3),
         (100 - 5, ["offload"] * 3 + ["recompute"]),
-        (100 - 8, ["offload"] * 4),
         (100 - 9, ["offload"] * 4),
     ],
 )
 def test_modes_follow_the_budget(limit, modes):
-    live = (1, 1, 1, 1)
-    layers = tuple(
-        LayerCosts(stored=10, cheap=5, remade=5, inputs=2, seconds=seconds) for seconds in (1.0, 1.1, 0.9, 1.0)
-    )
-    profile = Profile(7, 0, {Segment(live, None): 100}, layers)
+    costs = {"stored": 10, "cheap": 5, "remade": 5, "inputs": 2}
+    layers = tuple(LayerCosts(**costs, seconds=seconds) for seconds in (1.0, 1.1, 0.9, 1.0))
+    profile = Profile(7, 0, {Segment((1, 1, 1, 1), None): 100}, layers)
     plan = choose(profile, limit)
     assert list(plan.modes) == modes
     assert (plan.predicted_peak <= limit) == (limit > 91)
@@ -108,19 +104,13 @@ def test_profile_of_all_ranks_covers_each():
     for modes in itertools.product(("store", "cheap", "recompute", "offload"), repeat=2):
         assert peak_of(both, modes) >= max(peak_of(first, modes), peak_of(second, modes))
     assert both == merge([second, first])
+    assert both.layers[0].inputs == 2
 
 
-@pytest.mark.parametrize(
-    ("modes", "text"),
-    [
-        ("sss", "all 3 layers stored"),
-        ("rrc", "1 of 3 layers stored but for cheap tensors, 2 recomputed"),
-        ("orr", "2 of 3 layers recomputed, 1 recomputed from inputs in host memory"),
-    ],
-)
-def test_plan_is_told_in_words(modes, text):
-    names = {"s": "store", "c": "cheap", "r": "recompute", "o": "offload"}
-    assert str(Plan(tuple(names[mode] for mode in modes), 5)) == text
+def test_plan_is_told_in_words():
+    assert str(Plan(("store",) * 3, 5)) == "all 3 layers stored"
+    words = "1 of 3 layers stored but for cheap tensors, 1 recomputed, 1 recomputed from inputs in host memory"
+    assert str(Plan(("offload", "recompute", "cheap"), 5)) == words
 
 
 def test_layers_that_are_not_recomputed_keep_what_tiles_do_not() -> None:

@@ -3,9 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from lightning_liger.activations.layers import ControlledLayers
 from lightning_liger.activations.planner import Budget, Planner
 from tests.lightning_liger.activations.simulated import FakeMemory, Layer, SimulatedModel
 
@@ -13,21 +11,13 @@ from tests.lightning_liger.activations.simulated import FakeMemory, Layer, Simul
 class Trained:
     """A simulated model whose planner has a budget of so many bytes."""
 
-    def __init__(self, budget: int, layers: list[Layer] | None = None) -> None:
-        self.model = SimulatedModel(layers or [Layer() for _ in range(6)], FakeMemory(budget))
+    def __init__(self, budget: int, layers: list[Layer] | None = None, **options) -> None:
+        self.model = SimulatedModel(layers or [Layer() for _ in range(6)], FakeMemory(budget), **options)
         self.lines: list[tuple[str, bool]] = []
-        self.planner = Planner(
-            self.model.control,
-            Budget(1.0),
-            self.model.memory,
-            None,
-            lambda line, _, fits: self.lines.append((line, fits)),
-        )
+        announce = lambda line, _, fits: self.lines.append((line, fits))  # noqa: E731
+        self.planner = Planner(self.model.control, Budget(1.0), self.model.memory, None, announce)
         self.model.control.observer = self.planner
-        self.modes: list[str] = self.model.control.modes
-
-    def step(self, *batches: int) -> int:
-        return self.model.step(*batches)
+        self.modes, self.step = self.model.control.modes, self.model.step
 
 
 def planned(budget: int, *batches: int, **options) -> Trained:
@@ -64,11 +54,12 @@ def test_steps_stay_within_the_budget_whatever_batches_come_and_others_take(budg
         trained.model.memory.transient(10**5)  # validation, whose peak is not one of a step
         peak = trained.step(*batches)
         assert peak <= budget
-        if number < 2 or max(batches) > largest:  # nothing is extrapolated upwards
-            assert trained.modes == ["recompute"] * 6
+        if number < 2 or max(batches) > largest:  # nothing is extrapolated upwards, but for what might not fit
+            assert trained.planner.plan is None
+            assert trained.modes in (["recompute"] * 6, ["offload"] * 6)
         else:
             assert trained.planner.plan.modes == tuple(trained.modes)
-            assert trained.planner.plan.predicted_peak <= 0.99 * budget
+            assert trained.planner.plan.predicted_peak <= budget - budget // 100
         largest = max(largest, *batches) if number else 0
         trained.model.memory.add(-taken)
 
@@ -104,7 +95,7 @@ def test_memory_that_others_take_later_makes_the_plan_tighter():
     before = list(trained.modes)
     for taken, fewer in ((5000, True), (-5000, False)):
         trained.model.memory.add(taken)
-        assert trained.step(100) <= 16000
+        assert trained.step(100) <= trained.planner.plan.predicted_peak <= 16000
         assert (trained.modes.count("recompute") > before.count("recompute")) == fewer
     assert trained.modes == before
 
@@ -154,53 +145,24 @@ def test_message_says_what_is_needed_where_no_plan_fits():
 
 def test_step_of_a_second_optimizer_changes_nothing():
     trained = Trained(budget=10**5)
-    trained.step(100)
-    for _ in range(3):
+    for _ in range(2):
         trained.planner.step_ends()
-    assert trained.planner.plan is None
-    assert not trained.lines
+        assert not trained.lines
+        trained.step(100)
+    assert len(trained.lines) == 1
 
 
-def test_layer_that_is_executed_several_times_counts_several_times():  # as that of ALBERT
-    control = ControlledLayers([nn.Identity()])
-    memory = FakeMemory(10**4)
-    planner = Planner(control, Budget(1.0), memory)
-    control.observer = planner
-
-    def step() -> None:
-        kept = []
-        for _ in range(4):
-            planner.forward_starts(0, 10)
-            memory.add(100)
-            kept.append(1000 if control.modes[0] in ("cheap", "store") else 0)
-            memory.add(kept[-1])
-        for _ in range(4):
-            if not kept[-1]:
-                planner.recompute_starts(0)
-                memory.add(1000)
-                kept[-1] = 1000
-                planner.recompute_ends(0)
-            memory.add(-100 - kept.pop())
-        planner.step_ends()
-
-    for _ in range(3):
-        step()
-    assert control.modes == ["store"]
-    assert planner.plan.predicted_peak >= 4400
+def test_layer_that_is_executed_several_times_counts_several_times():
+    for in_backward in (0, 600):
+        layers = [Layer(inputs=10, stored=100, cheap=0, in_backward=in_backward)]
+        trained = planned(10**5, 10, layers=layers, num_rounds=4)
+        assert trained.modes == ["store"]
+        assert 4400 <= trained.step(10) <= trained.planner.plan.predicted_peak
 
 
-@pytest.mark.parametrize(
-    ("value", "limit", "text"),
-    [
-        (0.5, 5 * 2**30, "0.5"),
-        (1, 9 * 2**30, "1"),
-        (1.5, int(1.5 * 2**30), "1.5 GiB"),
-        (9.5, 9 * 2**30, "9.5 GiB"),
-        ("auto", int(0.94 * 9 * 2**30), "auto"),
-    ],
-)
-def test_budget_is_a_share_or_gib_and_never_more_than_there_is(value, limit, text):
-    memory = FakeMemory(10 * 2**30)
-    memory.available = lambda: 9 * 2**30
-    assert Budget(value).limit(memory) == limit
-    assert str(Budget(value)) == f"memory_budget={text}"
+def test_budget_is_a_share_or_gib_and_never_more_than_there_is():
+    for value, gib, text in ((0.5, 5, "0.5"), (1, 9, "1"), (1.5, 1.5, "1.5 GiB"), (9.5, 9, "9.5 GiB")):
+        assert Budget(value).limit(10 * 2**30, 9 * 2**30) == gib * 2**30
+        assert str(Budget(value)) == f"memory_budget={text}"
+    assert Budget("auto").limit(10 * 2**30, 9 * 2**30) == int(0.94 * 9 * 2**30)
+    assert str(Budget("auto")) == "memory_budget=auto"

@@ -53,6 +53,7 @@ def test_shards_are_gathered_layer_by_layer():
     assert parts[OPTIMIZER] == pytest.approx(2 * total / 4, rel=0.01)
     ddp, single = (_step(model, *of).peak(["recompute"] * 12) for of in (("ddp", 4), ("single", 1)))
     assert single[GRADIENTS] < total
+    assert _step(model, "fsdp", 1).peak(["recompute"] * 12) == single
     assert ddp[GRADIENTS] == 2 * total  # in the second step's forward: its buckets and those of the first step
 
 

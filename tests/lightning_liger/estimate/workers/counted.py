@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_liger import LigerDDPStrategy, LigerDeepSpeedStrategy, LigerFSDPStrategy, LigerModelParallelStrategy
 from lightning_liger.activations.frames import tensors_in
 from lightning_liger.training.lora import add_adapters
+from tests.lightning_liger.tiny import quiet_trainer
 
 CONFIG = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -61,9 +62,9 @@ class Counter(TorchDispatchMode):
 
 
 class Module(L.LightningModule):
-    def __init__(self, settings: dict[str, Any], with_adapters: bool) -> None:
+    def __init__(self, settings: dict[str, Any], with_adapters: bool, counter: Counter) -> None:
         super().__init__()
-        self.settings, self.with_adapters = settings, with_adapters
+        self.settings, self.with_adapters, self.counter = settings, with_adapters, counter
         self.model: nn.Module | None = None
 
     def configure_model(self) -> None:
@@ -71,22 +72,15 @@ class Module(L.LightningModule):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG, **self.settings))
             self.model = add_adapters(model, LORA) if self.with_adapters else model
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:  # from then on the optimizer has its states
+            self.counter.peak = 0
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(**batch).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], fused=True)
-
-
-class LastStep(L.Callback):
-    """Counts from the third step on, when the optimizer has its states."""
-
-    def __init__(self, counter):
-        self.counter = counter
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if batch_idx == 2:
-            self.counter.peak = 0
 
 
 def make_strategy(name: str) -> Any:
@@ -105,14 +99,12 @@ def count(name: str, folder: Path) -> int:
     strategy, precision, settings, with_adapters = ENGINES[name]
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
     with Counter() as counter:
-        trainer = L.Trainer(
-            accelerator="cpu", devices=2, strategy=make_strategy(strategy), precision=precision, max_steps=3,
-            callbacks=[LastStep(counter)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=folder,
+        trainer = quiet_trainer(
+            devices=2, strategy=make_strategy(strategy), precision=precision, max_steps=3,
+            default_root_dir=folder,
         )  # fmt: skip
-        trainer.fit(
-            Module(settings, with_adapters), DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=None)
-        )
+        batches = DataLoader([{"input_ids": ids, "labels": ids}] * 4, batch_size=None)
+        trainer.fit(Module(settings, with_adapters, counter), batches)
         return counter.peak
 
 
