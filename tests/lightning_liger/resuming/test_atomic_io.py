@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_liger import LigerDDPStrategy, LigerSingleDeviceStrategy, LigerStrategy
 from lightning_liger.resuming import atomic_io
-from lightning_liger.resuming.atomic_io import AtomicCheckpointIO, save_on_all_ranks
+from lightning_liger.resuming.atomic_io import AtomicCheckpointIO, replace
 from tests.lightning_liger.strategies.workers.distributed import LM, build_model, make_loader, make_trainer
 
 OLD, NEW = {"weight": torch.zeros(3)}, {"weight": torch.arange(300_000.0), "epoch": 4}
@@ -37,7 +37,7 @@ def save_in(kind: str, path: Path, value: dict[str, Any]) -> None:
     if kind == "file":
         AtomicCheckpointIO().save_checkpoint(value, path)
     else:
-        save_on_all_ranks(path, save)
+        replace(path, save, on_all_ranks=True)
 
 
 def die(*_: Any, **__: Any) -> None:
