@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from lightning_liger import LigerCausalLM, LigerStrategy
 from lightning_liger.callbacks.predictions import PredictionPrinter
@@ -21,15 +22,13 @@ from lightning_liger.cli.training import Summary, _Guard
 from lightning_liger.data import TextDataModule
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
+from tests.lightning_liger.tiny import TINY_CONFIG
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.yaml"
 LLAMA = ROOT / "examples" / "llama3_8b.yaml"
 ON_ONE_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
-CONFIG = {
-    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+CONFIG = TINY_CONFIG | {"vocab_size": 300, "num_hidden_layers": 1}
 
 
 class DryCLI(LigerCLI):
@@ -175,7 +174,9 @@ def test_checkpoints_bring_their_tokenizer_and_their_architecture(trained, tmp_p
     expected = Tokenizer.from_str(contents["TextDataModule"]["tokenizer"]["tokenizer.json"].decode()).to_str()
     for path in (checkpoint, folder):
         output = tmp_path / f"of_{path.stem}"
-        main(["export", *arguments, f"--ckpt_path={path}", f"--output={output}"])
+        main(["export", *arguments, "--trainer.devices=8", f"--ckpt_path={path}", f"--output={output}"])
+        for name, weight in AutoModelForCausalLM.from_pretrained(output).named_parameters():
+            assert torch.equal(weight, contents["state_dict"][f"model.{name}"]), name
         assert Tokenizer.from_file(str(output / "tokenizer.json")).to_str() == expected
     assert not (tmp_path / "other").exists()  # no corpus was read
 
