@@ -11,15 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from lightning_liger import LigerCausalLM, LigerStrategy
-from lightning_liger.callbacks.predictions import PredictionPrinter
+from lightning_liger import LigerCausalLM
 from lightning_liger.cli import LigerCLI, main
-from lightning_liger.cli.training import Summary, _Guard
-from lightning_liger.data import TextDataModule
+from lightning_liger.cli.training import _Guard
 from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
 from tests.lightning_liger.tiny import TINY_CONFIG
@@ -81,16 +79,6 @@ def refused(capsys, *arguments: str) -> str:
     printed = capsys.readouterr().err
     assert "Traceback" not in printed
     return printed.partition("lightning-liger: error: ")[2]
-
-
-def test_examples_instantiate_without_building_the_model():
-    made = LigerCLI(args=[f"--config={TINY}", *ON_ONE_CPU], run=False)
-    assert (type(made.model), type(made.datamodule)) == (LigerCausalLM, TextDataModule)
-    assert type(made.trainer.strategy) is LigerStrategy
-    assert {Summary, PredictionPrinter} <= {type(callback) for callback in made.trainer.callbacks}
-    made = LigerCLI(args=[f"--config={LLAMA}", *ON_ONE_CPU], run=False)
-    assert (made.trainer.precision, made.model.config.num_hidden_layers) == ("bf16-true", 32)
-    assert list(made.model.parameters()) == []
 
 
 @pytest.mark.parametrize(
@@ -239,9 +227,3 @@ def test_predict_with_random_weights_is_refused(arguments, capsys):
     message = refused(capsys, "predict", *arguments, "--data.prompt=a", "--ckpt_path=last")
     assert message.startswith("ckpt_path must be a checkpoint to predict with")
     assert "got None" in message
-
-
-def test_every_module_and_data_module_can_be_named():
-    arguments = [f"--model={BoringModel.__module__}.BoringModel", f"--data={BoringModel.__module__}.BoringDataModule"]
-    made = LigerCLI(args=[*arguments, *ON_ONE_CPU], run=False)
-    assert (type(made.model), type(made.datamodule)) == (BoringModel, BoringDataModule)

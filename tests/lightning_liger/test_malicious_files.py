@@ -120,11 +120,3 @@ def test_code_in_a_models_folder_is_not_run(tmp_path, marker):
     for make in (lambda: LigerCausalLM(**trusting), lambda: LigerCausalLM.load_from_checkpoint(tmp_path / "evil.ckpt")):
         with pytest.raises(ValueError, match="config must not have trust_remote_code"):
             make()
-
-
-def test_tags_of_yaml_are_not_followed(tmp_path, marker, monkeypatch, capsys):
-    (tmp_path / "evil.yaml").write_text(f"model: !!python/object/apply:os.mkdir [{str(marker)!r}]\n")
-    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
-    with pytest.raises(SystemExit):
-        main(["fit", f"--config={tmp_path / 'evil.yaml'}"])
-    assert "python/object/apply" in capsys.readouterr().err

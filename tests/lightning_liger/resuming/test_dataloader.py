@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_liger.resuming.dataloader import ResumableDataLoader, resumable
 
@@ -55,6 +63,10 @@ PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 LOADERS = {
     "shuffled": lambda: DataLoader(Numbers(), **SHUFFLED),
     "workers": lambda: DataLoader(Numbers(), num_workers=1, **SHUFFLED),
+    "generator": lambda: DataLoader(Numbers(), generator=torch.Generator().manual_seed(5), **SHUFFLED),
+    "generator of a sampler": lambda: DataLoader(
+        Numbers(), sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(5))
+    ),
     "persistent workers": lambda: DataLoader(Numbers(), **PERSISTENT, **SHUFFLED),
     "batch sampler": lambda: DataLoader(
         Numbers(), batch_sampler=BatchSampler(SequentialSampler(Numbers()), 3, drop_last=False)

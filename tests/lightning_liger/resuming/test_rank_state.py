@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tests.lightning_liger.resuming.workers.resume import (
     EXCHANGES,
@@ -67,21 +67,10 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         yield from (rows[index] for index in torch.randperm(len(rows)).tolist())
 
 
-def generator_loader() -> DataLoader[Any]:
-    rows, generator = Rows(NUM_BATCHES * ROWS), torch.Generator().manual_seed(5)
-    return DataLoader(rows, batch_size=ROWS, sampler=RandomSampler(rows, generator=generator))
-
-
-def fixed_workers(is_persistent: bool) -> DataLoader[Any]:
-    # Random numbers of workers start anew when they do.
-    return shuffled_loader(is_random=False, num_workers=2, persistent_workers=is_persistent)
-
-
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "shuffled": ({}, list(ANYWHERE)[:-2]),
     "not-accumulated": ({"accumulate_grad_batches": 1}, ["second-window"]),
     "three-accumulated": ({"accumulate_grad_batches": 3}, ["second-window"]),
-    "generator": ({"loader": generator_loader}, ["epoch", "second-window"]),
     "stream": ({"loader": lambda: DataLoader(Stream(), batch_size=ROWS)}, ["epoch", "second-window"]),
     "max-steps": ({"max_steps": 8, "max_epochs": -1}, ["last-batch", "epoch"]),
     "limited": (
@@ -89,8 +78,6 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["epoch", "second-window"],
     ),
     "validated": ({"val_check_interval": 3}, ["window", "second-window", "validation-in-step", "validation"]),
-    "workers": ({"loader": lambda: fixed_workers(False)}, ["window", "epoch", "second-window"]),
-    "persistent workers": ({"loader": lambda: fixed_workers(True)}, ["window", "epoch", "second-window"]),
 }
 """Options of a run, and the points at which it is resumed."""
 
@@ -156,19 +143,6 @@ def test_lightnings_checkpoint_goes_on_with_the_batches_not_yet_seen(tmp_path):
     for options in ({"strategy": "auto", "points": {"point": ("batch", 0, 3)}}, {"ckpt_path": tmp_path / "point"}):
         fit(tmp_path, **{"strategy": "liger", "module": Notes(0.0), "loader": loader, "max_epochs": 1, **options})
     assert seen[NUM_BATCHES * ROWS :] == seen[4 * ROWS : NUM_BATCHES * ROWS]
-
-
-@pytest.mark.parametrize("name", ["epoch", "second-window"])
-def test_checkpoint_loads_in_lightnings_strategy(tmp_path, name):
-    options = {"loader": lambda: shuffled_loader(is_random=False), "limit_val_batches": 0}
-    points = {name: ANYWHERE[name]}
-    uninterrupted = fit(tmp_path, strategy="liger", points=points, module=DropoutLM(0.0), **options)
-    run = fit(tmp_path, strategy="auto", ckpt_path=tmp_path / name, module=DropoutLM(0.0), **options)
-    # The batches come in another order: Lightning neither keeps random states nor skips batches that were seen.
-    assert len(run.losses) == num_left(ANYWHERE[name])
-    assert run.learning_rates == pytest.approx(uninterrupted.learning_rates[-len(run.losses) :])
-    assert run.global_step == uninterrupted.global_step
-    assert isinstance(DropoutLM.load_from_checkpoint(tmp_path / name, strict=True), L.LightningModule)
 
 
 def test_state_of_a_checkpoint_is_dropped_if_its_run_does_not_train(tmp_path):
