@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import LightningModule
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -188,6 +189,7 @@ EXPORTS: list[tuple[Any, ...]] = [
 CALLS: list[tuple[Any, ...]] = [
     (lambda tmp_path: export_pretrained(MODULE, *(full()(tmp_path),) * 2), "output must be a folder", "got the file"),
     (exports(full(), ckpt_path="/nowhere"), "ckpt_path", "/nowhere"),
+    (exports(full(), module=LightningModule()), "LightningModule.model must be a Hugging Face", "got NoneType"),
     *((exports(full(), max_shard_size=size), "max_shard_size", size, "such as '5GB'") for size in ("big", "-1GB")),
     *((given(breaks(full(), kind), io.load_checkpoint), "file.ckpt", INCOMPLETE) for io in LOADERS for kind in BREAKS),
     *(
@@ -213,7 +215,7 @@ LOADER_STATES: list[tuple[Any, ...]] = [
 ]
 BAD_INPUTS = [
     *(
-        row(call, *mentions, error=(ValueError, OSError), unchanged=sums)
+        row(call, *mentions, error=(TypeError, ValueError, OSError), unchanged=sums)
         for call, *mentions in (
             *((given(write, partial(load_pretrained, LINEAR)), *mentions) for write, *mentions in LOADS),
             *((exports(write), *mentions) for write, *mentions in EXPORTS),

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -77,13 +76,3 @@ def test_experts_are_saved_as_their_architecture_has_them(tmp_path):
     export_pretrained(LigerCausalLM(model_type="mixtral", config=config), checkpoint, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits_of(loaded), logits_of(model))
-
-
-def test_module_without_a_model_is_refused(tmp_path):
-    class NoModel(L.LightningModule):
-        pass
-
-    torch.save({"state_dict": {}}, tmp_path / "some.ckpt")
-    with pytest.raises(TypeError, match=r"NoModel\.model must be a Hugging Face model, got NoneType"):
-        export_pretrained(NoModel(), tmp_path / "some.ckpt", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
