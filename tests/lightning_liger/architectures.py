@@ -254,14 +254,14 @@ def _shrunk_value(name: str, default: Any) -> Any:
 
 def tiny_causal_lm(model_type: str, seed: int = 0) -> PreTrainedModel:
     """A causal LM of ``model_type`` on the CPU in float32, its parameters random and the same at every call."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = tiny_config(model_type)
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if hasattr(config, "decoder"):  # MusicGen's: the class takes a part, and the auto class hands it the whole
-            model = model_class._from_config(config.decoder, dtype=torch.float32, attn_implementation="eager")
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config.decoder, **options)
         else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+            model = AutoModelForCausalLM.from_config(config, **options)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.2)

@@ -22,9 +22,7 @@ from lightning_liger.data.sources import python_library_files
 from lightning_liger.data.tokenizer import train_bpe_tokenizer
 from tests.lightning_liger.tiny import TINY_CONFIG
 
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "examples" / "tiny.yaml"
-LLAMA = ROOT / "examples" / "llama3_8b.yaml"
+TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 ON_ONE_CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
 CONFIG = TINY_CONFIG | {"vocab_size": 300, "num_hidden_layers": 1}
 

@@ -82,10 +82,9 @@ def test_export_refuses_a_checkpoint(tmp_path, marker, monkeypatch, capsys, writ
     monkeypatch.setattr(sys, "argv", ["lightning-liger"])
     model = ["--model=LigerCausalLM", f"--model.config={json.dumps(TINY_CONFIG)}"]
     model += ["--data=lightning.pytorch.demos.boring_classes.BoringDataModule"]
-    with pytest.raises((pickle.UnpicklingError, SystemExit)) as raised:
+    with pytest.raises(SystemExit):
         main(["export", *model, f"--ckpt_path={path}", f"--output={tmp_path / 'out'}"])
-    message = str(raised.value) + capsys.readouterr().err
-    assert "could run code" in message or "Weights only load failed" in message
+    assert "could run code" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -11,7 +11,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
 )
 
@@ -63,10 +62,6 @@ PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 LOADERS = {
     "shuffled": lambda: DataLoader(Numbers(), **SHUFFLED),
     "workers": lambda: DataLoader(Numbers(), num_workers=1, **SHUFFLED),
-    "generator": lambda: DataLoader(Numbers(), generator=torch.Generator().manual_seed(5), **SHUFFLED),
-    "generator of a sampler": lambda: DataLoader(
-        Numbers(), sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(5))
-    ),
     "persistent workers": lambda: DataLoader(Numbers(), **PERSISTENT, **SHUFFLED),
     "batch sampler": lambda: DataLoader(
         Numbers(), batch_sampler=BatchSampler(SequentialSampler(Numbers()), 3, drop_last=False)

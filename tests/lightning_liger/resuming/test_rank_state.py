@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from tests.lightning_liger.resuming.workers.resume import (
     EXCHANGES,
@@ -67,10 +67,22 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         yield from (rows[index] for index in torch.randperm(len(rows)).tolist())
 
 
+def generator_loader() -> DataLoader[Any]:
+    rows, generator = Rows(NUM_BATCHES * ROWS), torch.Generator().manual_seed(5)
+    return DataLoader(rows, batch_size=ROWS, sampler=RandomSampler(rows, generator=generator))
+
+
+def workers_loader() -> DataLoader[Any]:
+    # Random numbers of workers start anew when they do.
+    return shuffled_loader(is_random=False, num_workers=2, persistent_workers=True)
+
+
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "shuffled": ({}, list(ANYWHERE)[:-2]),
     "not-accumulated": ({"accumulate_grad_batches": 1}, ["second-window"]),
     "three-accumulated": ({"accumulate_grad_batches": 3}, ["second-window"]),
+    "generator": ({"loader": generator_loader}, ["epoch", "second-window"]),
+    "persistent workers": ({"loader": workers_loader}, ["epoch", "second-window"]),
     "stream": ({"loader": lambda: DataLoader(Stream(), batch_size=ROWS)}, ["epoch", "second-window"]),
     "max-steps": ({"max_steps": 8, "max_epochs": -1}, ["last-batch", "epoch"]),
     "limited": (

@@ -240,14 +240,9 @@ def test_own_modules_are_reset_around_and_inside_tensors_that_have_values():
 
 
 def test_parameters_that_nothing_initializes_are_named():
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.empty(3))
-
     with torch.device("meta"):
-        module = nn.ModuleDict({"inner": Bare(), "linear": nn.Linear(2, 2)})
-    with pytest.raises(TypeError, match=r"of inner \(Bare\): expected a method reset_parameters"):
+        module = nn.ModuleDict({"inner": nn.ParameterList([torch.empty(3)]), "linear": nn.Linear(2, 2)})
+    with pytest.raises(TypeError, match=r"of inner \(ParameterList\): expected a method reset_parameters"):
         materialize(module, CPU)
     assert module["linear"].weight.is_meta
 
