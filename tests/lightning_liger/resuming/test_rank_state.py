@@ -112,6 +112,8 @@ def test_one_process_goes_on_from_anywhere(way, tmp_path):
         run = fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options)
         left = num_left(ANYWHERE[name], options.get("accumulate_grad_batches", MICRO_BATCHES))
         assert_goes_on(run, uninterrupted, left)
+        if way != "max-steps":  # where Lightning itself counts one more
+            assert run.logged_step == uninterrupted.logged_step
 
 
 def test_checkpoint_of_an_exception_starts_with_the_step_that_it_interrupted(tmp_path):

@@ -124,6 +124,7 @@ class Run(NamedTuple):
     metrics: dict[int, dict[str, float]]
     parameters: list[Tensor]
     global_step: int
+    logged_step: int
 
 
 def fit(
@@ -148,10 +149,11 @@ def fit(
         recorder, epochs, SaveAt(folder, points or {}), *callbacks, root=folder, **{**defaults, **options}
     )
     trainer.fit(module, (loader or shuffled_loader)(), validation_loader(), ckpt_path=ckpt_path)
+    logged_step = trainer.fit_loop.epoch_loop._batches_that_stepped
     parameters = [parameter.detach() for parameter in trainer.strategy.model.parameters()]
     parameters = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
     parameters = [each.cpu().clone() for each in parameters]
-    return Run(recorder.losses, module.learning_rates, epochs.metrics, parameters, trainer.global_step)
+    return Run(recorder.losses, module.learning_rates, epochs.metrics, parameters, trainer.global_step, logged_step)
 
 
 def shuffled_loader(is_random: bool = True, num_ranks: int = 1, **options: Any) -> DataLoader[Batch]:
