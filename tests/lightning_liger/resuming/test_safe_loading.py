@@ -100,8 +100,9 @@ def test_entries_that_are_no_tensors_are_read_without_running_code(tmp_path, mar
         check_checkpoint(folder)
         return
     refused = ValueError if disguise is as_compressed else pickle.UnpicklingError
-    with pytest.raises(refused, match=rf"^{folder}"):
-        check_checkpoint(folder)
+    for weights_only in (None, True):
+        with pytest.raises(refused, match=rf"^{folder}"):
+            check_checkpoint(folder, weights_only)
 
 
 def deepspeed_elsewhere(folder: Path, marker: Path) -> Path:
