@@ -147,6 +147,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     },
     "gemma4": {"text_config": _GEMMA4},
+    "gemma4_assistant": {
+        "text_config": _GEMMA4 | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+    },
     "gemma4_text": _GEMMA4
     | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
     "gemma4_unified": {"text_config": _GEMMA4},

@@ -167,6 +167,8 @@ LOADS: list[tuple[Any, ...]] = [
     (weights([torch.ones(2)], pickled=True), "must hold tensors by their names", "got [tensor("),
     (weights({"state_dict": WEIGHTS}, pickled=True), "must hold tensors by their names", "['state_dict']"),
     (twice, "more.safetensors has tensors that another file", "bias"),
+    (weights(WEIGHTS | {"bias": torch.ones(3)}), "other shapes than the model", "bias (3,) instead of (2,)"),
+    (weights({"weight": torch.ones(2, 2)}), "lacks tensors of the model", "bias"),
     *(
         (weights(WEIGHTS | {"bias": bias}, pickled=pickled), "not floating-point: bias", "dtypes")
         for bias, pickled in ((torch.ones(2).int(), False), (torch.ones(2) * 1j, False), (torch.ones(2).int(), True))
