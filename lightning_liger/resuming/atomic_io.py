@@ -31,19 +31,13 @@ from lightning_liger.resuming.safe_loading import loading_errors_explained
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's ``TorchCheckpointIO`` with atomic writes: a local file has its name only once it is complete.
 
-    It writes to a hidden file in the same folder, so the disk must hold the old and the new checkpoint at the same
-    time, and makes no copy in memory. A file that a killed process left is overwritten when a checkpoint of the same
-    name is saved. Other file systems (``s3://`` …) are written as in Lightning.
+    It makes no copy in memory. A file that a killed process left is overwritten when a checkpoint of the same name is
+    saved. Other file systems (``s3://`` …) are written as in Lightning.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Saves a checkpoint.
-
-        Raises:
-            OSError: When the disk is full; the message has the path.
-            TypeError: For any ``storage_options``, as in Lightning.
-        """
+        """Saves a checkpoint; any ``storage_options`` are an error, as in Lightning."""
         local = _local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -59,14 +53,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a checkpoint file, by default of tensors and plain Python objects only, from any file system.
-
-        Raises:
-            FileNotFoundError: If there is no file at ``path``.
-            pickle.UnpicklingError: If it holds objects of other classes; the message names the class, and how to allow
-                it.
-            ValueError: If it is not a complete file of ``torch.save``.
-        """
+        """Loads a checkpoint file, by default of tensors and plain Python objects only, from any file system."""
         local = _local_path(path)
         if weights_only is None and str(path).startswith("http"):
             weights_only = True  # Lightning's default is False for these alone
@@ -93,27 +80,18 @@ def atomic_by_default(checkpoint_io: CheckpointIO | None) -> CheckpointIO:
     return checkpoint_io or AtomicCheckpointIO()
 
 
-def replace(path: Path, save: Callable[[Path], None]) -> None:
-    """Calls ``save`` with a path to write a file or folder to, which gets the name ``path`` at the end."""
-    _replace(path, save, lambda step: step())
-
-
-def save_on_all_ranks(path: Path, save: Callable[[Path], None]) -> None:
-    """The same for a folder that all ranks write, or a file that rank 0 writes; to be called on all ranks.
+def replace(path: Path, save: Callable[[Path], None], *, on_all_ranks: bool = False) -> None:
+    """Calls ``save`` with a path to write a file or folder to, which replaces what is at ``path`` at the end.
 
     Args:
-        path: On a file system that all ranks share. An existing file or folder is replaced once all ranks are done.
-        save: Called on each rank with the path to write to.
+        on_all_ranks: Whether all ranks call this, to write a folder that they share, or a file on rank 0.
 
     Raises:
-        OSError: On all ranks, when the disk is full for one of them.
+        OSError: When the disk is full, on all ranks that call this.
         RuntimeError: When ``save`` failed on another rank.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    _replace(path, save, partial(fail_together, path), is_first)
-
-
-def _replace(path: Path, save: Callable[[Path], None], run: Callable[..., None], is_first: bool = True) -> None:
+    is_first = not on_all_ranks or not dist.is_initialized() or dist.get_rank() == 0
+    run: Callable[..., None] = partial(fail_together, path) if on_all_ranks else lambda step: step()
     temporary = _temporary_path(path)
     try:
         run(lambda: _make_room(temporary) if is_first else None)
@@ -147,7 +125,7 @@ def fail_together(path: Any, action: Callable[[], None]) -> None:
 
 def gather_objects(value: Any) -> list[Any]:
     """The picklable ``value`` of each rank, by rank; to be called on all ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

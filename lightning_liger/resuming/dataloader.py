@@ -40,12 +40,7 @@ class ResumableDataLoader(DataLoader[Any]):
         return {STATE_KEY: True, "is_done": False, **self._position, "generator_now": self._generator_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes the next epoch start at the batch where :meth:`state_dict` was taken.
-
-        Raises:
-            TypeError: If ``state_dict`` is not a dict.
-            ValueError: For the state of another class of loader, and for an incomplete one.
-        """
+        """Makes the next epoch start at the batch where :meth:`state_dict` was taken."""
         if not isinstance(state_dict, dict) or STATE_KEY not in state_dict:
             raise wrong_type("state_dict", f"the state of a {ResumableDataLoader.__name__}", state_dict)
         check_integer("state_dict['num_batches']", state_dict.get("num_batches"), at_least=0)
@@ -60,8 +55,7 @@ class ResumableDataLoader(DataLoader[Any]):
         generator_state = state.get("generator" if is_resumed else "generator_now")
         if self._generator is not None and generator_state is not None:
             self._generator.set_state(generator_state)
-        if at_start is not None:
-            set_random_state(at_start)
+        set_random_state(at_start)
         self._position = {
             "num_batches": state["num_batches"] if is_resumed else 0,
             "epoch": self._sampler_epoch,

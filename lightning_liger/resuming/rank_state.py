@@ -22,11 +22,9 @@ class HasRankState(Protocol):
 
     def rank_state_dict(self) -> dict[str, Any]:
         """The state of this rank; tensors and plain Python objects only."""
-        ...
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state that :meth:`rank_state_dict` returned."""
-        ...
 
 
 class RankStates:
@@ -51,12 +49,10 @@ class RankStates:
         progress = loops["epoch_loop.batch_progress"]["current"]
         fetched, processed = progress["ready"], progress["processed"]
         num_batches = processed - (0 if _epoch_is_over(loops) else _num_batches_since_step(trainer, processed))
-        state = _current_state(trainer)
+        state = _state(trainer, self._before_validation)
         if fetched != num_batches:
             _rewind(loops, processed - num_batches)
             state = self._step_start or state
-        elif self._before_validation is not None:
-            state |= {"random_state": self._before_validation}
         loaders = loops["state_dict"].pop("combined_loader", [])
         # Lightning saves the loaders' states of rank 0 only, and resumes with as many stateful loaders only.
         if others := [loader for loader in loaders if STATE_KEY not in loader]:
@@ -77,7 +73,7 @@ class RankStates:
     def on_train_batch_start(self, batch_idx: int, trainer: L.Trainer) -> None:
         """Keeps the state at the beginning of an optimizer step."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._step_start = _current_state(trainer) | _random_state_before_fetch(trainer)
+            self._step_start = _state(trainer, _random_state_before_fetch(trainer))
 
     def on_validation_start(self, trainer: L.Trainer) -> None:
         """Keeps the random state of training."""
@@ -86,9 +82,8 @@ class RankStates:
 
     def on_validation_end(self) -> None:
         """Restores the random state of training."""
-        if self._before_validation is not None:
-            set_random_state(self._before_validation)
-            self._before_validation = None
+        set_random_state(self._before_validation)
+        self._before_validation = None
 
     # Resuming
 
@@ -129,7 +124,7 @@ class RankStates:
         if self._loaded is not None and trainer.training and isinstance(loader, ResumableDataLoader):
             if self._loaded["loaders"]:
                 loader.load_state_dict(self._loaded["loaders"].pop(0))
-            _set(self._loaded["random_state"])  # a loader of unknown length is started before training is
+            set_random_state(self._loaded["random_state"])  # a loader of unknown length is started before training is
         return loader
 
     def on_train_start(self, trainer: L.Trainer) -> None:
@@ -140,8 +135,8 @@ class RankStates:
         module = trainer.lightning_module
         if self._loaded["module"] is not None and isinstance(module, HasRankState):
             module.load_rank_state_dict(self._loaded["module"])
-        if not _random_state_before_fetch(trainer):
-            _set(self._loaded["random_state"])
+        if _random_state_before_fetch(trainer) is None:
+            set_random_state(self._loaded["random_state"])
         self._loaded = None
 
 
@@ -150,24 +145,18 @@ def is_fitting(trainer: L.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING
 
 
-def _current_state(trainer: L.Trainer) -> dict[str, Any]:
+def _state(trainer: L.Trainer, before: dict[str, Any] | None) -> dict[str, Any]:
+    """The current state of this rank, with the random state of ``before`` if there is one."""
     module = trainer.lightning_module
     module_state = module.rank_state_dict() if isinstance(module, HasRankState) else None
-    return {"random_state": random_state(), "module": module_state}
+    return {"random_state": before or random_state(), "module": module_state}
 
 
-def _random_state_before_fetch(trainer: L.Trainer) -> dict[str, Any]:
-    """``random_state`` before the current batch was fetched; empty if no loader knows it."""
-    for loader in CombinedLoader(trainer.train_dataloader).flattened:
-        if isinstance(loader, ResumableDataLoader):
-            before = loader.random_state_before_fetch
-            return {} if before is None else {"random_state": before}
-    return {}
-
-
-def _set(state: dict[str, Any] | None) -> None:
-    if state is not None:
-        set_random_state(state)
+def _random_state_before_fetch(trainer: L.Trainer) -> dict[str, Any] | None:
+    """The random state before the current batch was fetched; None if no loader knows it."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    ours = (loader for loader in loaders if isinstance(loader, ResumableDataLoader))
+    return next((loader.random_state_before_fetch for loader in ours), None)
 
 
 def _num_batches_since_step(trainer: L.Trainer, num_processed: int) -> int:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
@@ -78,53 +78,38 @@ def _check_folder(path: Path, weights_only: bool | None) -> list[Path]:
 def check_metadata(file: Path, weights_only: bool | None = None) -> None:
     """Raises as :func:`load_file` if ``.metadata``, or an entry without tensors that it locates, could run code."""
     _check_names(file)
-    reader = FileSystemReader(file.parent)
+    folder = file.parent
+
+    class EntryCheck(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            with loading_errors_explained(f"{folder} ({read_item.dest_index.fqn!r})", value):
+                torch.load(value, map_location="cpu", weights_only=weights_only)
+
+    reader = FileSystemReader(folder)
     with _errors_explained(f"{file} is not the metadata of a sharded checkpoint"):
         entries = reader.read_metadata().state_dict_metadata.items()
         others = {name: None for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
     if weights_only is not False:  # tensors are read with weights_only=True in any case
-        with warnings.catch_warnings(), sharded_errors_explained(file.parent):
+        with warnings.catch_warnings(), sharded_errors_explained(folder):
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(others, storage_reader=reader, planner=_EntryCheck(file.parent, weights_only), no_dist=True)
+            load(others, storage_reader=reader, planner=EntryCheck(), no_dist=True)
 
 
 def _check_names(file: Path) -> None:
-    """Raises if the metadata names anything that could run code."""
+    """Finds what the metadata names, and makes nothing of it; raises for anything that could run code."""
+
+    class Names(pickle.Unpickler):  # in C, as later in torch: another parser might read a crafted file differently
+        def find_class(self, module: str, name: str) -> Any:
+            found: Any = vars(sys.modules[module]).get(name) if module in sys.modules else None
+            is_plain = isinstance(found, torch.dtype) or any(found is each for each in _PLAIN)
+            if isinstance(found, type) and found.__module__ in _PLAIN_MODULES:
+                is_plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | PurePath)
+            if not is_plain:
+                raise _UnsafeError(file, f"{module}.{name}")
+            return _Inert
+
     with file.open("rb") as opened, _errors_explained(f"{file} is not the metadata of a sharded checkpoint"):
-        _MetadataUnpickler(file, opened).load()
-
-
-class _EntryCheck(DefaultLoadPlanner):
-    """Lets torch read the entries without tensors, but none that could run code."""
-
-    def __init__(self, folder: Path, weights_only: bool | None) -> None:
-        super().__init__()
-        self._folder = folder
-        self._weights_only = weights_only
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        with loading_errors_explained(f"{self._folder} ({read_item.dest_index.fqn!r})", value):
-            torch.load(value, map_location="cpu", weights_only=self._weights_only)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Finds what metadata names, and makes nothing of it.
-
-    It is the C unpickler, as later in torch: another parser might read a crafted file differently.
-    """
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        found: Any = vars(sys.modules[module]).get(name) if module in sys.modules else None
-        is_plain = isinstance(found, torch.dtype) or any(found is each for each in _PLAIN)
-        if isinstance(found, type) and found.__module__ in _PLAIN_MODULES:
-            is_plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | PurePath)
-        if not is_plain:
-            raise _UnsafeError(self._path, f"{module}.{name}")
-        return _Inert
+        Names(opened).load()
 
 
 _PLAIN = (OrderedDict, set, frozenset, torch.Size, copyreg.dispatch_table[torch.layout](torch.strided)[0])

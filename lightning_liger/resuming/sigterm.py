@@ -15,8 +15,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_liger.host_copy import HostCopy
 
-EXIT_CODE = 128 + signal.SIGTERM
-"""The exit code by which shells and schedulers recognize a process that SIGTERM ended."""
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -46,7 +44,7 @@ class GracefulShutdown:
         _replace(trainer._signal_connector, "_sigterm_notifier_fn", functools.partial(self._handle, trainer))
         # It waits for the device in each batch; :meth:`agree` does the same without.
         _replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        self._stop(trainer, False)
+        _replace(trainer._signal_connector, "received_sigterm", False)
         # By default Lightning starts the other processes of a machine from the first one.
         environment = getattr(trainer.strategy, "cluster_environment", None)
         self._is_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
@@ -59,7 +57,7 @@ class GracefulShutdown:
             launcher.kill(signal.SIGTERM)
         self._received = True
         if not (trainer.state.fn == TrainerFn.FITTING and _has_several_ranks(trainer)):
-            self._stop(trainer, True)
+            _replace(trainer._signal_connector, "received_sigterm", True)
 
     def agree(self, trainer: L.Trainer) -> None:
         """Makes all ranks stop after this batch if any of them got SIGTERM; to be called on all ranks in each batch."""
@@ -68,17 +66,13 @@ class GracefulShutdown:
         received = torch.full((), int(self._received), dtype=torch.int32, device=trainer.strategy.root_device)
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         # Lightning reads it at the end of the batch. The device has all of the batch to do then, so it never idles.
-        self._stop(trainer, _Agreed(received))
-
-    @staticmethod
-    def _stop(trainer: L.Trainer, received: Any) -> None:
-        _replace(trainer._signal_connector, "received_sigterm", received)
+        _replace(trainer._signal_connector, "received_sigterm", _Agreed(received))
 
     def set_exit_code(self, exception: BaseException) -> None:
         """Makes 143 the exit code of the process if ``exception`` is due to SIGTERM; Lightning's exit code is 0."""
         # Lightning's launcher takes a nonzero code of a process that it started for a failure, and kills rank 0.
         if isinstance(exception, SIGTERMException) and not self._is_child:
-            exception.code = EXIT_CODE
+            exception.code = 128 + signal.SIGTERM  # by which shells and schedulers recognize it
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:

@@ -11,11 +11,10 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single
 from torch.utils.weak import WeakIdKeyDictionary
@@ -92,7 +91,7 @@ class ContextParallel:
         for found in outermost_models(model):
             for module in _attention_modules(found):
                 if (whole := vars(module).pop("context_parallel", None)) is not None:
-                    found.set_attn_implementation(whole.implementation)
+                    found.set_attn_implementation(whole.config._attn_implementation)
 
     def split(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's shard of a batch of whole rows, as :func:`~lightning_liger.split_sequence` returns it.
@@ -141,7 +140,8 @@ def attention_implementation(model: nn.Module) -> str:
     name = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
     if name != _NAME:
         return name
-    return next((whole.implementation for whole in map(_whole_attention, _attention_modules(model)) if whole), "")
+    found = filter(None, map(_whole_attention, _attention_modules(model)))
+    return next((whole.config._attn_implementation for whole in found), "")
 
 
 def check_size(size: int, num_processes: int) -> None:
@@ -175,14 +175,12 @@ class _Layout:
         return self._masks[key]
 
 
-@dataclass(frozen=True)
-class _WholeAttention:
+class _WholeAttention(NamedTuple):
     """Attribute ``context_parallel`` of an attention module that sees whole sequences."""
 
     context: ContextParallel
-    implementation: str
     config: PreTrainedConfig
-    """A copy of the module's configuration, with that implementation."""
+    """A copy of the module's configuration, with its former attention implementation."""
 
 
 def _attention(
@@ -213,7 +211,7 @@ def _attention(
     mask = layout.mask(whole.config, kwargs.get("sliding_window") is not None, query)
     # What transformers would call; eager attention is defined in the model's file.
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(whole.implementation, eager)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(whole.config._attn_implementation or "", eager)
     output, _ = function(module, query, key, value, mask, position_ids=layout.position_ids, **kwargs)
     return context.all_to_all(output), None
 
@@ -244,26 +242,17 @@ def _set_attention(model: PreTrainedModel, context: ContextParallel) -> None:
     implementation = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     for module in _attention_modules(model):
-        config: Any = copy.copy(module.config)
-        # Private to transformers: its property _attn_implementation would change nested configurations too.
-        config._attn_implementation_internal = implementation
-        if config._attn_implementation != implementation:
-            raise RuntimeError(
-                f"transformers {transformers.__version__}: _attn_implementation of {type(config).__name__} does not"
-                " follow _attn_implementation_internal, which context parallelism needs. Use a version of transformers"
-                " that lightning-liger supports, or context_parallel_size=1"
-            )
-        vars(module)["context_parallel"] = _WholeAttention(context, implementation, config)
+        config: Any = copy.deepcopy(module.config)  # with nested ones, which are set too
+        config._attn_implementation = implementation
+        vars(module)["context_parallel"] = _WholeAttention(context, config)
 
 
 def _check(model: PreTrainedModel, size: int) -> None:
     """Raises ValueError for models whose results context parallelism would change."""
     name, config = type(model).__name__, model.config.get_text_config()
+    refused = "context parallelism cannot be used"
     if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{name} does not take its attention from transformers' AttentionInterface: context parallelism cannot be"
-            " used"
-        )
+        raise ValueError(f"{name} does not take its attention from transformers' AttentionInterface: {refused}")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     attentions = set(_attention_modules(model))
     layers = [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules or ())]
@@ -271,16 +260,11 @@ def _check(model: PreTrainedModel, size: int) -> None:
     convolutions = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
     if others or without or convolutions or not attentions:
         found = others or sorted({type(module).__name__ for module in without + convolutions}) or ["no attention"]
-        raise ValueError(
-            f"{name} mixes tokens by other means than full or sliding attention: {found}. Context parallelism cannot be"
-            " used"
-        )
+        raise ValueError(f"{name} mixes tokens by other means than full or sliding attention, {found}: {refused}")
     if not all(module.is_causal for module in attentions):
         raise ValueError(f"{name} has attention that is not causal; expected a causal language model")
-    if config.num_attention_heads % size:
-        raise ValueError(
-            f"context_parallel_size={size} must divide the {config.num_attention_heads} attention heads of {name}"
-        )
+    if (num_heads := config.num_attention_heads) % size:
+        raise ValueError(f"context_parallel_size={size} must divide the {num_heads} attention heads of {name}")
 
 
 AttentionInterface.register(_NAME, _attention)

@@ -13,7 +13,7 @@ from torch.nn import Module
 from liger_ops.arguments import check_bool, check_path
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
+from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, replace
 from lightning_liger.resuming.safe_loading import check_checkpoint, sharded_errors_explained
 from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
 from lightning_liger.strategies.parts.arguments import refuse_unknown
@@ -128,7 +128,7 @@ class FabricStrategy(Strategy):
             return
         path = self.broadcast(path)
         if self.writes_itself:
-            save_on_all_ranks(Path(path), save)
+            replace(Path(path), save, on_all_ranks=True)
         else:
             fail_together(path, lambda: save(path))
 

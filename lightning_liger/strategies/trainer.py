@@ -16,7 +16,7 @@ from liger_ops.arguments import check_bool, check_path
 from lightning_liger.activations.plan import Plan
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, save_on_all_ranks
+from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, replace
 from lightning_liger.resuming.rank_state import RankStates
 from lightning_liger.resuming.safe_loading import check_checkpoint, check_is_of_trainer, sharded_errors_explained
 from lightning_liger.resuming.sigterm import GracefulShutdown
@@ -251,7 +251,7 @@ class TrainerStrategy(Strategy):
         self._rank_states.add_to(checkpoint, self._trainer)
         path = self.broadcast(filepath)
         if self.saves_folders and storage_options is None:
-            save_on_all_ranks(Path(path), save)
+            replace(Path(path), save, on_all_ranks=True)
         else:
             fail_together(path, lambda: save(path))
 

@@ -117,9 +117,7 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
         return {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
     metadata = path / ".metadata"
     if not metadata.is_file():
-        raise FileNotFoundError(
-            f"ckpt_path must be a checkpoint file or the folder of a sharded one, got {str(path)!r}"
-        )
+        raise FileNotFoundError(f"ckpt_path must be a checkpoint file or the folder of a sharded one, got '{path}'")
     check_metadata(metadata, weights_only)
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata.items()

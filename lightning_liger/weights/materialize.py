@@ -30,7 +30,6 @@ def materialize(root: nn.Module, device: torch.device, units: Collection[nn.Modu
 
     Args:
         root: May be sharded into DTensors.
-        device: The device to move to.
         units: Modules in ``root``. Random values of a sharded tensor are drawn for the whole tensor; the whole tensors
             of one unit, without those of units inside it, are in memory at a time.
 
@@ -47,13 +46,7 @@ def materialize(root: nn.Module, device: torch.device, units: Collection[nn.Modu
 class Materializer:
     """Callable that materializes one unit, for FSDP's ``param_init_fn``; see :func:`materialize`.
 
-    Args:
-        root: Not wrapped yet.
-        device: The device to move to.
-        units: As for :func:`materialize`; units that FSDP wraps need not be given.
-
-    Raises:
-        TypeError: As :func:`materialize`.
+    ``root`` is not wrapped yet, and units that FSDP wraps need not be given.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, units: Collection[nn.Module] = ()) -> None:
@@ -87,11 +80,10 @@ class Materializer:
                 if not tensor.is_meta:
                     continue
                 self._allocate(tensor)
-                weights = next((weights for weights in self._weights if (module, name) in weights), None)
-                if weights is None:
-                    blank.add(id(tensor))
+                if (module, name) in self._weights:
+                    self._weights[module, name].fill(module, name)
                 else:
-                    weights.fill(module, name)
+                    blank.add(id(tensor))
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self._replaced(unit, blank) as drawn:
             self._initialize(modules, {module for module, _ in drawn})
@@ -164,7 +156,7 @@ class Materializer:
             for module in self._names
             if module not in self._models and not callable(getattr(module, "reset_parameters", None))
             for name, tensor in _own_tensors(module)
-            if tensor.is_meta and not any((module, name) in weights for weights in self._weights)
+            if tensor.is_meta and (module, name) not in self._weights
         }
         if unknown:
             raise TypeError(

@@ -1,13 +1,12 @@
 """Loading a Hugging Face checkpoint into a model, tensor by tensor; of a sharded tensor each rank reads its shard."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -67,28 +66,26 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         raise wrong_type("model", "a module", model)
     check_path("folder", folder)
     weights = PretrainedWeights(Path(folder), _found(model, Path(folder)))
-    has_generation_config = isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file()
-    generation_config = GenerationConfig.from_pretrained(folder) if has_generation_config else None
-    late = {place for place in weights.places if getattr(*place).is_meta}
+    if isinstance(model, PreTrainedModel) and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     for place in weights.places:  # in this order, in which each conversion is made once
-        if place not in late:
+        if not getattr(*place).is_meta:
             weights.fill(*place)
-    if late:
+    if any(getattr(*place).is_meta for place in weights.places):
         setattr(model, _ATTRIBUTE, weights)
-    if isinstance(model, PreTrainedModel) and generation_config is not None:
-        model.generation_config = generation_config
 
 
-def take_pretrained(root: nn.Module) -> "list[PretrainedWeights]":
-    """Removes and returns the weights that :func:`load_pretrained` deferred in ``root`` and its modules."""
-    return [vars(module).pop(_ATTRIBUTE) for module in root.modules() if _ATTRIBUTE in vars(module)]
+def take_pretrained(root: nn.Module) -> "dict[Place, PretrainedWeights]":
+    """Removes what :func:`load_pretrained` deferred in ``root`` and its modules, and returns each tensor's weights."""
+    deferred = [vars(module).pop(_ATTRIBUTE) for module in root.modules() if _ATTRIBUTE in vars(module)]
+    return {place: weights for weights in reversed(deferred) for place in weights.places}
 
 
 def share_pretrained(model: nn.Module, other: nn.Module, place: Place, copies: list[Place]) -> None:
     """Makes ``copies`` in ``other`` start as the tensor ``place`` in ``model``, if its values are deferred."""
     for module in model.modules():
         weights = vars(module).get(_ATTRIBUTE)
-        if weights is not None and place in weights:
+        if weights is not None and place in weights.places:
             own = vars(other).setdefault(_ATTRIBUTE, PretrainedWeights(weights.folder, {}))
             own.places.update(dict.fromkeys(copies, weights.places[place]))
 
@@ -102,16 +99,9 @@ class PretrainedWeights:
     """The names and values in the checkpoint; tied tensors may have several."""
     _converted: "tuple[_Conversion, dict[str, Tensor]] | None" = None
 
-    def __contains__(self, place: Place) -> bool:
-        return place in self.places
-
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str) -> None:
-        """Reads the values of ``module``'s tensor ``name``, or of this rank's shard of it, into that tensor.
-
-        Raises:
-            ValueError: If the folder has different weights for tensors that the model ties.
-        """
+        """Reads the values of ``module``'s tensor ``name``, or of this rank's shard of it, into that tensor."""
         local, index = own_part(getattr(module, name))
         if not local.numel():
             return
@@ -150,12 +140,16 @@ class _Conversion:
         converter = deepcopy(self.converter)
         for key, pattern, part in self.parts:
             # The converter takes a function in place of a future, and calls it when it needs the tensor.
-            converter.add_tensor(self.name, key, pattern, partial(self._read, read, part))  # type: ignore[arg-type]
+            future: Any = partial(lambda part: read(part).to(self.dtype), part)
+            converter.add_tensor(self.name, key, pattern, future)
         converted = converter.convert(self.name, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
-    def _read(self, read: Callable[[Any], Tensor], part: Any) -> Tensor:
-        return read(part).to(self.dtype)
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Those of the model's tensors by name."""
+        made = self.convert(lambda part: torch.empty(_shape_and_kind(part)[0], device="meta"))
+        return {name: value.shape for name, value in made.items()}
 
 
 Source = Any
@@ -211,14 +205,11 @@ def _open(folder: Path) -> dict[str, Any]:
         raise NotADirectoryError(f"folder must be a folder with weights, got the file {str(folder)!r}")
     for name in _WEIGHTS:
         index = folder / f"{name}.index.json"
-        if index.is_file():
-            files = [folder / file for file in sorted(set(_weight_map(index).values()))]
-        else:
-            files = [folder / name]
-            if not files[0].is_file():
-                continue
+        if not index.is_file() and not (folder / name).is_file():
+            continue
+        names = sorted(set(_weight_map(index).values())) if index.is_file() else [name]
         tensors: dict[str, Any] = {}
-        for file in files:
+        for file in (folder / each for each in names):
             if not file.is_file():
                 raise FileNotFoundError(f"{index} names {file.name!r}, which does not exist")
             opened = _open_file(file)
@@ -243,14 +234,12 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def naming_damaged(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming_damaged(path: Any) -> Iterator[None]:
     """Names ``path`` in errors of safetensors."""
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(
-            f"{os.fspath(path)} is not a complete safetensors file, or holds one that is not: {error}"
-        ) from error
+        raise ValueError(f"{path} is not a complete safetensors file, or holds one that is not: {error}") from error
 
 
 def _open_file(file: Path) -> dict[str, Any]:
@@ -303,36 +292,26 @@ def _sources(
             new = _Conversion(model, name, converter_by_pattern[pattern], wanted[name].dtype)
             conversions.setdefault(name, new).parts.append((key, pattern, tensors[key]))
     for conversion in conversions.values():
-        found |= dict.fromkeys(conversion.convert(_without_values), conversion)
+        found |= dict.fromkeys(filter(wanted.__contains__, conversion.shapes), conversion)
     return found, unexpected
 
 
-def _without_values(source: Any) -> Tensor:
-    return torch.empty(_shape_and_kind(source)[0], device="meta")
-
-
 def _check_shapes_and_dtypes(folder: Path, wanted: dict[str, Tensor], found: dict[str, Source]) -> None:
-    shapes: dict[str, tuple[int, ...]] = {}
-    parts: list[tuple[str, Any]] = []
+    shapes: list[str] = []
+    kinds: list[str] = []
     for name, source in found.items():
-        if isinstance(source, _Conversion):
-            parts += [(name, part) for _, _, part in source.parts]
-            if name not in shapes:
-                shapes |= {each: tuple(value.shape) for each, value in source.convert(_without_values).items()}
-        else:
-            parts.append((name, source))
-            shapes[name] = _shape_and_kind(source)[0]
-    wrong = [
-        f"{name} {shape} instead of {tuple(wanted[name].shape)}"
-        for name, shape in shapes.items()
-        if name in wanted and shape != tuple(wanted[name].shape)
-    ]
-    if wrong:
-        raise ValueError(f"{folder} has tensors of other shapes than the model: {_shortened(wrong)}")
-    wrong = [name for name, part in parts if _shape_and_kind(part)[1] != wanted[name].is_floating_point()]
-    if wrong:
-        kind = "not floating-point" if wanted[wrong[0]].is_floating_point() else "floating-point"
-        raise ValueError(f"{folder} has tensors of other kinds of dtypes than the model, {kind}: {_shortened(wrong)}")
+        is_converted, want = isinstance(source, _Conversion), wanted[name]
+        shape = tuple(source.shapes[name]) if is_converted else _shape_and_kind(source)[0]
+        if shape != tuple(want.shape):
+            shapes.append(f"{name} {shape} instead of {tuple(want.shape)}")
+        parts = [part for _, _, part in source.parts] if is_converted else [source]
+        if any(_shape_and_kind(part)[1] != want.is_floating_point() for part in parts):
+            kinds.append(name)
+    if shapes:
+        raise ValueError(f"{folder} has tensors of other shapes than the model: {_shortened(shapes)}")
+    if kinds:
+        kind = "not floating-point" if wanted[kinds[0]].is_floating_point() else "floating-point"
+        raise ValueError(f"{folder} has tensors of other kinds of dtypes than the model, {kind}: {_shortened(kinds)}")
 
 
 def _without(names: list[str], patterns: Any) -> list[str]:

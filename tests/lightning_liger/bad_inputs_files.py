@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import LightningModule
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_liger import (
     FabricLigerFSDPStrategy,
@@ -28,18 +28,15 @@ from lightning_liger.resuming.dataloader import STATE_KEY, resumable
 from lightning_liger.resuming.safe_loading import check_checkpoint
 from tests.bad_inputs import row
 from tests.lightning_liger.malicious import write_deepspeed, write_sharded
-from tests.valid_calls import Module as ModuleOf
+from tests.valid_calls import Module
 
-SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
-MODEL = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **SIZES))
-LINEAR, WEIGHTS = nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-NORM = "model.model.norm.weight"
+MODULE, LINEAR = Module(), nn.Linear(2, 2)
+WEIGHTS = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
 INCOMPLETE = "is not a file of torch.save, or incomplete"
 SAFETENSORS = ("model.safetensors", "is not a complete safetensors file")
 Write = Callable[[Path], Path]
 BREAKS: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
-    "first bytes": lambda content: content[:20],
     "half": lambda content: content[: len(content) // 2],
     "last byte missing": lambda content: content[:-1],
     "text": lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 100\n",
@@ -48,26 +45,9 @@ BREAKS: dict[str, Callable[[bytes], bytes]] = {
 """By name, what can happen to the contents of a file."""
 
 
-def leaves_disk(write: Callable[[Path], Any], call: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Calls ``call`` with what ``write`` returned, and checks that files are the same after it."""
-
-    def on_disk(folder: Path) -> dict[Path, bytes | None]:
-        return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-    def run(tmp_path: Path) -> None:
-        written = write(tmp_path)
-        before = on_disk(tmp_path)
-        try:
-            call(written)
-        finally:
-            assert on_disk(tmp_path) == before
-
-    return run
-
-
 def sums() -> list[float]:
     """What a failed call must leave of models."""
-    return [float(parameter.sum()) for model in (MODEL, LINEAR) for parameter in model.parameters()]
+    return [float(parameter.sum()) for model in (MODULE, LINEAR) for parameter in model.parameters()]
 
 
 # What files hold
@@ -82,9 +62,8 @@ def saved(value: Any) -> Write:
 
 
 def full(**changes: Any) -> Write:
-    """The checkpoint of ``MODEL``, with other values of some names."""
-    weights = {f"model.{name}": tensor.clone() for name, tensor in MODEL.state_dict().items()}
-    weights |= {name.replace("__", "."): value for name, value in changes.items()}
+    """The checkpoint of ``MODULE``, with other values of some names."""
+    weights = MODULE.state_dict() | {name.replace("__", "."): value for name, value in changes.items()}
     return saved({"state_dict": weights, "pytorch-lightning_version": "2.6.0"})
 
 
@@ -101,12 +80,11 @@ def weights(weights: Any = WEIGHTS, *, pickled: bool = False, **files: str | byt
     """A folder of weights, with other files in it."""
 
     def write(tmp_path: Path) -> Path:
-        folder = tmp_path / "folder"
-        folder.mkdir()
-        torch.save(weights, folder / "pytorch_model.bin") if pickled else save_file(weights, folder / SAFETENSORS[0])
+        save, name = (torch.save, "pytorch_model.bin") if pickled else (save_file, "model.safetensors")
+        save(weights, tmp_path / name)
         for name, content in files.items():
-            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-        return folder
+            (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return tmp_path
 
     return write
 
@@ -136,38 +114,39 @@ def deepspeed(tmp_path: Path) -> Path:
 
 
 def wrong_generation_config(tmp_path: Path) -> Path:
-    MODEL.save_pretrained(tmp_path)
+    MODULE.model.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     return tmp_path
 
 
 def twice(tmp_path: Path) -> Path:
     index = {"weight_map": {"weight": "model.safetensors", "bias": "more.safetensors"}}
-    folder = weights(**{"model.safetensors.index.json": json.dumps(index)})(tmp_path)
-    save_file(WEIGHTS, folder / "more.safetensors")
-    return folder
-
-
-def module() -> ModuleOf:
-    made = ModuleOf()
-    made.model = MODEL
-    return made
-
-
-def loads(write: Write) -> Callable[[Path], None]:
-    return leaves_disk(write, partial(load_pretrained, LINEAR))
-
-
-def exports(write: Write, **changes: Any) -> Callable[[Path], None]:
-    def call(path: Path) -> None:
-        export_pretrained(**{"module": module(), "ckpt_path": path, "output": path.parent / "out", **changes})
-
-    return leaves_disk(write, call)
+    save_file(WEIGHTS, tmp_path / "more.safetensors")
+    return weights(**{"model.safetensors.index.json": json.dumps(index)})(tmp_path)
 
 
 def beside_another(tmp_path: Path) -> Path:
     (tmp_path / "out" / "mine").mkdir(parents=True)
     return full()(tmp_path)
+
+
+# What is called with them
+
+
+def given(write: Write, call: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda tmp_path: call(write(tmp_path))
+
+
+def exports(write: Write, **changes: Any) -> Callable[[Path], None]:
+    def run(tmp_path: Path) -> None:
+        arguments = {"module": MODULE, "ckpt_path": write(tmp_path), "output": tmp_path / "out", **changes}
+        before = set(tmp_path.rglob("*"))
+        try:
+            export_pretrained(**arguments)
+        finally:
+            assert set(tmp_path.rglob("*")) == before
+
+    return run
 
 
 LOADER = resumable(DataLoader([1, 2, 3]))
@@ -179,7 +158,7 @@ INDEXES = (
 )
 HEADERS = (b"{'weight'", b"[]", entry(dtype="object"), entry(shape=[-2, 2]), entry(data_offsets=[0, 1600]))
 
-# What raises ValueError, and what messages say: weights that are loaded, checkpoints that are exported, any call.
+# Each with what messages say: weights that are loaded, checkpoints that are exported, any call.
 LOADS: list[tuple[Any, ...]] = [
     *((breaks(weights(), kind, "model.safetensors"), *SAFETENSORS) for kind in BREAKS),
     *((breaks(weights(pickled=True), kind, "pytorch_model.bin"), "model.bin", INCOMPLETE) for kind in BREAKS),
@@ -188,6 +167,8 @@ LOADS: list[tuple[Any, ...]] = [
     (weights([torch.ones(2)], pickled=True), "must hold tensors by their names", "got [tensor("),
     (weights({"state_dict": WEIGHTS}, pickled=True), "must hold tensors by their names", "['state_dict']"),
     (twice, "more.safetensors has tensors that another file", "bias"),
+    (weights(WEIGHTS | {"bias": torch.ones(3)}), "other shapes than the model", "bias (3,) instead of (2,)"),
+    (weights({"weight": torch.ones(2, 2)}), "lacks tensors of the model", "bias"),
     *(
         (weights(WEIGHTS | {"bias": bias}, pickled=pickled), "not floating-point: bias", "dtypes")
         for bias, pickled in ((torch.ones(2).int(), False), (torch.ones(2) * 1j, False), (torch.ones(2).int(), True))
@@ -201,65 +182,53 @@ EXPORTS: list[tuple[Any, ...]] = [
     (saved({"state_dict": [1]}), "file.ckpt is not a Lightning checkpoint", "['state_dict']"),
     (full(model__model__norm__weight=5), "does not fit LlamaForCausalLM", "model.norm.weight is missing"),
     (full(model__more=WEIGHTS["bias"]), "does not fit", "more is not in the"),
-    (full(model__model__norm__weight=torch.ones(8).int()), "does not fit", "is torch.int32 instead"),
+    (full(model__model__norm__weight=torch.ones(32).int()), "does not fit", "is torch.int32 instead"),
     (other_names, "folder", "no name starts with"),
     (sharded, "folder does not fit LlamaForCausalLM", "is missing"),
+    (beside_another, "new or empty folder", "mine"),
+    (weights(), "ckpt_path must be a checkpoint file", "got"),
 ]
 CALLS: list[tuple[Any, ...]] = [
-    (exports(beside_another), "new or empty folder", "mine"),
-    (lambda tmp_path: export_pretrained(module(), *(full()(tmp_path),) * 2), "output must be a folder", "got the file"),
+    (lambda tmp_path: export_pretrained(MODULE, *(full()(tmp_path),) * 2), "output must be a folder", "got the file"),
+    (exports(full(), ckpt_path="/nowhere"), "ckpt_path", "/nowhere"),
+    (exports(full(), module=LightningModule()), "LightningModule.model must be a Hugging Face", "got NoneType"),
+    *((exports(full(), max_shard_size=size), "max_shard_size", size, "such as '5GB'") for size in ("big", "-1GB")),
+    *((given(breaks(full(), kind), io.load_checkpoint), "file.ckpt", INCOMPLETE) for io in LOADERS for kind in BREAKS),
     *(
-        (exports(full(), max_shard_size=size), "max_shard_size", repr(size), "such as '5GB'")
-        for size in ("big", "-1GB")
-    ),
-    *(
-        (leaves_disk(breaks(full(), kind), each.load_checkpoint), "file.ckpt", INCOMPLETE)
-        for each in LOADERS
-        for kind in BREAKS
-    ),
-    *(
-        (
-            leaves_disk(saved(value), SINGLE.load_checkpoint),
-            "file.ckpt is not a checkpoint of Lightning's Trainer",
-            text,
-        )
+        (given(saved(value), SINGLE.load_checkpoint), "file.ckpt is not a checkpoint of Lightning's Trainer", text)
         for value, text in (({"weight": torch.ones(2)}, "['weight']"), ([1, 2], "[1, 2]"), (None, "None"))
     ),
     *(
-        (leaves_disk(breaks(sharded, kind, name), check_checkpoint), name, "incomplete")
+        (given(breaks(sharded, kind, name), check_checkpoint), name, "incomplete")
         for name in (".metadata", "meta.pt")
         for kind in BREAKS
     ),
     (lambda tmp_path: check_checkpoint(tmp_path), "is not a checkpoint", "no file that ends in .pt"),
-    (leaves_disk(deepspeed, check_checkpoint), "latest must hold the name of a folder", "/.."),
-]
-NOT_FOUND: list[tuple[Any, ...]] = [
+    (given(deepspeed, check_checkpoint), "latest must hold the name of a folder", "/.."),
     *((partial(each.load_checkpoint, "/nowhere"), "/nowhere", "no") for each in LOADERS),
     (partial(load_pretrained, LINEAR, "/nowhere"), "/nowhere", "has no weights"),
-    (exports(full(), ckpt_path="/nowhere"), "ckpt_path", "/nowhere"),
-    (exports(weights()), "ckpt_path must be a checkpoint file", "folder"),
+    (given(saved([1]), partial(load_pretrained, LINEAR)), "folder must be a folder", "got the file"),
+    (given(wrong_generation_config, partial(load_pretrained, MODULE.model)), "generation_config.json", "not a valid"),
 ]
-LOADER_STATE = {STATE_KEY: True, "num_batches": 1, "epoch": None, "random_state": None}
 LOADER_STATES: list[tuple[Any, ...]] = [
     (None, "state_dict must be the state of a ResumableDataLoader", "None"),
     ({"start": 3}, "state_dict must be the state of a ResumableDataLoader", "'start'"),
-    *((LOADER_STATE | {"num_batches": value}, "num_batches", repr(value)) for value in (None, -1, 1.5, True)),
+    *(({STATE_KEY: True, "num_batches": value}, "num_batches", repr(value)) for value in (None, -1, 1.5, True)),
 ]
 BAD_INPUTS = [
-    *(row(loads(write), *mentions, error=ValueError, unchanged=sums) for write, *mentions in LOADS),
-    *(row(exports(write), *mentions, error=ValueError, unchanged=sums) for write, *mentions in EXPORTS),
-    *(row(call, *mentions, error=ValueError, unchanged=sums) for call, *mentions in CALLS),
-    *(row(call, *mentions, error=FileNotFoundError, unchanged=sums) for call, *mentions in NOT_FOUND),
+    *(
+        row(call, *mentions, error=(TypeError, ValueError, OSError), unchanged=sums)
+        for call, *mentions in (
+            *((given(write, partial(load_pretrained, LINEAR)), *mentions) for write, *mentions in LOADS),
+            *((exports(write), *mentions) for write, *mentions in EXPORTS),
+            *CALLS,
+        )
+    ),
     *(
         row(partial(call, path), "path must be", "a path", repr(path))
         for call in (*(each.load_checkpoint for each in LOADERS), IO.remove_checkpoint, partial(IO.save_checkpoint, {}))
         for path in (None, 5, "", ["a"])
     ),
-    row(
-        leaves_disk(wrong_generation_config, partial(load_pretrained, MODEL)),
-        "generation_config.json", "not a valid JSON file", error=OSError, unchanged=sums,
-    ),
-    row(loads(saved([1])), "folder must be a folder", "got the file", error=NotADirectoryError, unchanged=sums),
     row(partial(IO.save_checkpoint, {}, "a.ckpt", {}), "storage_options", "not supported"),
     *(row(partial(LOADER.load_state_dict, each), *mentions) for each, *mentions in LOADER_STATES),
-]  # fmt: skip
+]

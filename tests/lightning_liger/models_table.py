@@ -3,7 +3,6 @@
 python -m tests.lightning_liger.models_table docs/models.md
 """
 
-import logging
 import sys
 import warnings
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from rich.progress import track
 from transformers import PreTrainedModel
 
 from lightning_liger import apply_liger_kernels
-from lightning_liger.patching import PatchEntry, PatchReport
+from lightning_liger.patching import PatchEntry
 from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
 
 COLUMNS = {
@@ -46,9 +45,7 @@ def _cell(column: str, entries: Iterable[PatchEntry]) -> str:
         if entry.kernel in COLUMNS[column]
         and ("Experts" in entry.structure) == (column == "experts" if column in ("MLP", "experts") else False)
     ]
-    replaced = dict.fromkeys(
-        entry.replacement.partition(", packed")[0] for entry in mine if entry.replacement is not None
-    )
+    replaced = dict.fromkeys(entry.replacement.partition(", packed")[0] for entry in mine if entry.replacement)
     kept = dict.fromkeys(entry.structure for entry in mine if entry.replacement is None)
     return ", ".join(f"`{name}`" for name in replaced) + (f" ({', '.join(kept)})" if kept else "")
 
@@ -58,11 +55,8 @@ def _loss(model: PreTrainedModel) -> str:
     if loss is None:
         return ""
     counters = getattr(model.get_output_embeddings(), "fusion_counters", None)
-    return (
-        "fused"
-        if counters is not None and counters.num_losses == 1 and counters.num_materialized == 0
-        else "materialized logits"
-    )
+    is_fused = counters is not None and (counters.num_losses, counters.num_materialized) == (1, 0)
+    return "fused" if is_fused else "materialized logits"
 
 
 def row(model_type: str) -> str:
@@ -70,8 +64,8 @@ def row(model_type: str) -> str:
     if model_type in UNBUILDABLE:
         return f"| {model_type} | not tried: {UNBUILDABLE[model_type]} | | | | |\n"
     model = tiny_causal_lm(model_type)
-    report: PatchReport = apply_liger_kernels(model)
-    cells = [_cell(column, report.entries) for column in COLUMNS]
+    entries = apply_liger_kernels(model).entries
+    cells = [_cell(column, entries) for column in COLUMNS]
     return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} |\n"
 
 
@@ -84,7 +78,6 @@ def main() -> None:
     """Writes the page to the path that the command line gives."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Path(sys.argv[1]).write_text(table(track(CAUSAL_LM_TYPES, "Patching")), encoding="utf-8")

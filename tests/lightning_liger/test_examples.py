@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from lightning.fabric.utilities import move_data_to_device
 
 from examples import fabric_loop, plain_module
@@ -21,7 +20,6 @@ from tests.lightning_liger.workers.example_runs import (
     ON_TWO_NODES,
     OTHERS,
     PROGRAMS,
-    STRATEGIES,
     LastStep,
     run,
     run_alone,
@@ -170,12 +168,3 @@ def test_every_yaml_is_run_and_every_name_of_a_strategy_has_one():
     found -= {"next_item/large.yaml", "ranking/large.yaml"}  # settings that differ, for GPUs
     assert found - set(OTHERS) == set(OF_SEVERAL_PROCESSES + ON_TWO_NODES + OF_ONE_PROCESS + OF_DEEPSPEED)
     assert {f"strategies/{name}.yaml" for name in (*CLASSES, "liger_fsdp", "liger_fsdp_cpu_offload")} <= found
-
-
-@pytest.mark.parametrize("example", STRATEGIES)
-def test_yaml_of_a_strategy_names_the_command_and_holds_what_differs(example):
-    text = (EXAMPLES / example).read_text(encoding="utf-8")
-    command = f"#   lightning-liger fit --config examples/tiny.yaml --config examples/{example}\n"
-    assert command in text
-    assert len(text.splitlines()) < 25
-    assert "strategy" in yaml.safe_load(text)["trainer"]

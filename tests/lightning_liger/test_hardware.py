@@ -8,9 +8,6 @@ import torch
 
 from lightning_liger.hardware import GPUS, GpuName, _measured, find_gpu, get_gpu, measure_matmul_flops
 
-GIB = 2**30
-
-
 NAMES = """
 NVIDIA H100 80GB HBM3=79.1 h100-80gb|NVIDIA H100 PCIe=79.2 h100-pcie-80gb|NVIDIA H100 NVL=93.1 h100-nvl-94gb
 NVIDIA H200=139.8 h200-141gb|NVIDIA H200 NVL=139.8 h200-nvl-141gb|NVIDIA H20=95.1 h20-96gb
@@ -30,7 +27,7 @@ def test_devices_are_found_by_the_name_and_memory_that_torch_reports():
     for each in NAMES.strip().replace("\n", "|").split("|"):
         name, _, others = each.partition("=")
         memory, key = others.split()
-        assert find_gpu(name, int(float(memory) * GIB)) is GPUS.get(key), name
+        assert find_gpu(name, int(float(memory) * 2**30)) is GPUS.get(key), name
 
 
 def test_rates_are_dense_and_in_one_unit():

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -67,23 +65,13 @@ def test_strategies_refuse_a_checkpoint_before_they_read_it(tmp_path, marker, na
         strategy.load_checkpoint(path)
 
 
-def fit(folder: Path, strategy: str, ckpt_path: Path) -> None:
-    trainer = make_trainer(root=folder, strategy=strategy, max_steps=1)
-    loader = DataLoader([tiny_batch()] * 2, batch_size=None)
-    trainer.fit(LigerCausalLM(config=TINY_CONFIG), loader, ckpt_path=ckpt_path)
-
-
-@pytest.mark.parametrize(("strategy", "write"), [("liger", file), ("liger_fsdp", metadata)])
-def test_fit_refuses_a_checkpoint(tmp_path, marker, strategy, write):
-    with pytest.raises(pickle.UnpicklingError, match=REFUSED):
-        fit(tmp_path, strategy, write(tmp_path / "evil", marker))
-
-
 @pytest.mark.parametrize("strategy", ["liger_fsdp", "liger_model_parallel"])
 def test_shards_of_another_model_are_an_error_that_names_the_folder(tmp_path, strategy):
     path = write_sharded(tmp_path / "other")
+    trainer = make_trainer(root=tmp_path, strategy=strategy, max_steps=1)
+    loader = DataLoader([tiny_batch()] * 2, batch_size=None)
     with pytest.raises(ValueError, match=rf"^{path} is incomplete, or does not fit the model: .*Missing key"):
-        fit(tmp_path, strategy, path)
+        trainer.fit(LigerCausalLM(config=TINY_CONFIG), loader, ckpt_path=path)
 
 
 @pytest.mark.parametrize("write", [file, metadata])
@@ -94,10 +82,9 @@ def test_export_refuses_a_checkpoint(tmp_path, marker, monkeypatch, capsys, writ
     monkeypatch.setattr(sys, "argv", ["lightning-liger"])
     model = ["--model=LigerCausalLM", f"--model.config={json.dumps(TINY_CONFIG)}"]
     model += ["--data=lightning.pytorch.demos.boring_classes.BoringDataModule"]
-    with pytest.raises((pickle.UnpicklingError, SystemExit)) as raised:
+    with pytest.raises(SystemExit):
         main(["export", *model, f"--ckpt_path={path}", f"--output={tmp_path / 'out'}"])
-    message = str(raised.value) + capsys.readouterr().err
-    assert "could run code" in message or "Weights only load failed" in message
+    assert "could run code" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -105,20 +92,6 @@ def test_weights_in_pickled_files_run_no_code(tmp_path, marker):
     torch.save({"weight": Payload(marker)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(pickle.UnpicklingError, match=rf"pytorch_model\.bin {REFUSED}"):
         load_pretrained(nn.Linear(2, 2), tmp_path)
-
-
-def test_headers_of_safetensors_are_text(tmp_path, marker):
-    call = f"__import__('os').mkdir({str(marker)!r})"
-    save_file(
-        {"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", metadata={"format": call, "__reduce__": call}
-    )
-    model = nn.Linear(2, 2, bias=False)
-    load_pretrained(model, tmp_path)
-    assert torch.equal(model.weight, torch.ones(2, 2))
-    content = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(content.replace(b"F32", b"O__"))
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
-        load_pretrained(model, tmp_path)
 
 
 def own_code(folder: Path, marker: Path, **config: Any) -> Path:
@@ -146,15 +119,3 @@ def test_code_in_a_models_folder_is_not_run(tmp_path, marker):
     for make in (lambda: LigerCausalLM(**trusting), lambda: LigerCausalLM.load_from_checkpoint(tmp_path / "evil.ckpt")):
         with pytest.raises(ValueError, match="config must not have trust_remote_code"):
             make()
-
-
-def test_tags_of_yaml_are_not_followed(tmp_path, marker, monkeypatch, capsys):
-    evil = f"model: !!python/object/apply:os.mkdir [{str(marker)!r}]\n"
-    with pytest.raises(FileExistsError):
-        yaml.unsafe_load(evil.replace(str(marker), str(tmp_path)))
-    (tmp_path / "evil.yaml").write_text(evil)
-    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
-    with pytest.raises(SystemExit) as raised:
-        main(["fit", f"--config={tmp_path / 'evil.yaml'}"])
-    assert raised.value.code == 2
-    assert "python/object/apply" in capsys.readouterr().err

@@ -1,12 +1,11 @@
 """A checkpoint is whole or not there, whatever happens while it is saved."""
 
 import errno
+import itertools
 import os
-import resource
 import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_liger import LigerDDPStrategy, LigerSingleDeviceStrategy, LigerStrategy
-from lightning_liger.resuming import atomic_io
-from lightning_liger.resuming.atomic_io import AtomicCheckpointIO, save_on_all_ranks
-from tests.lightning_liger.strategies.workers.distributed import LM, build_model, make_loader, make_trainer
+from lightning_liger.resuming.atomic_io import AtomicCheckpointIO, replace
+from tests.lightning_liger.resuming.workers.faults import files_of_at_most
+from tests.lightning_liger.strategies.workers.distributed import build_model
 
 OLD, NEW = {"weight": torch.zeros(3)}, {"weight": torch.arange(300_000.0), "epoch": 4}
 
@@ -37,28 +36,27 @@ def save_in(kind: str, path: Path, value: dict[str, Any]) -> None:
     if kind == "file":
         AtomicCheckpointIO().save_checkpoint(value, path)
     else:
-        save_on_all_ranks(path, save)
+        replace(path, save, on_all_ranks=True)
 
 
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def die_at(number: int) -> None:
+    """Kills this process at a step of saving: in the middle of the contents, or before it changes a folder."""
+    steps = itertools.count()
 
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(steps) == number:
+                if function is save:
+                    args[1].write(b"half a checkpoint")
+                    args[1].flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
 
-def half_then_die(value: Any, file: Any) -> None:
-    file.write(b"half a checkpoint")
-    file.flush()
-    die()
+        return call
 
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Writing more to one file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    save = torch.save
+    for owner, name in ((torch, "save"), (os, "fsync"), (os, "rename"), (os, "unlink"), (shutil, "rmtree")):
+        setattr(owner, name, counted(getattr(owner, name)))
 
 
 @pytest.mark.parametrize("before", [None, "file", "folder", "link"])
@@ -81,41 +79,27 @@ def test_new_checkpoint_replaces_what_is_there_and_leaves_nothing_else(tmp_path,
 
 
 @pytest.mark.parametrize("before", ["file", "folder"])
-def test_folder_is_renamed_away_before_another_gets_its_name(tmp_path, monkeypatch, before):
-    path = tmp_path / "last.ckpt"
-    save_in(before, path, OLD)
-    with monkeypatch.context() as patches:
-        patches.setattr(atomic_io, "_remove", lambda _: None)
-        save_in("folder", path, NEW)
-    torch.testing.assert_close(load(path), NEW)
-    (old,) = (entry for entry in tmp_path.iterdir() if entry != path)
-    assert old.name.startswith(".incomplete-")
-    torch.testing.assert_close(load(old), OLD)
-    save_in("folder", path, NEW)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("when", ["writing", "renaming"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_killed_process_leaves_the_checkpoint_before_and_the_next_one_clears_up(tmp_path, monkeypatch, kind, when):
-    path = tmp_path / "last.ckpt"
-    save_in(kind, path, OLD)
-    with monkeypatch.context() as patches:
-        if when == "writing":
-            patches.setattr(torch, "save", half_then_die)
-        else:
-            patches.setattr(atomic_io, "_commit", die)
+def test_process_killed_at_any_step_leaves_whole_checkpoints_and_the_next_one_clears_up(tmp_path, kind, before):
+    path, exit_codes = tmp_path / "last.ckpt", []
+    while 0 not in exit_codes:
+        save_in(before, path, OLD)
         child = os.fork()
         if not child:
+            die_at(len(exit_codes))
             save_in(kind, path, NEW)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    torch.testing.assert_close(load(path), OLD)
-    (left,) = (entry for entry in tmp_path.iterdir() if entry != path)
-    assert left.name.startswith(".incomplete-")
-    save_in(kind, path, NEW)
-    torch.testing.assert_close(load(path), NEW)
-    assert list(tmp_path.iterdir()) == [path]
+            os._exit(0)
+        exit_codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if path.exists():
+            assert load(path)["weight"].numel() in (3, 300_000)
+        else:  # between two renames, of which files need one
+            assert "folder" in (kind, before)
+            assert sorted(load(entry)["weight"].numel() for entry in tmp_path.iterdir()) == [3, 300_000]
+        assert all(entry == path or entry.name.startswith(".incomplete-") for entry in tmp_path.iterdir())
+        save_in(kind, path, NEW)
+        torch.testing.assert_close(load(path), NEW)
+        assert list(tmp_path.iterdir()) == [path]
+    assert len(exit_codes) > 4
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -182,15 +166,6 @@ def test_strategies_write_atomically_unless_told_otherwise(strategy):
         assert type(given.checkpoint_io) is kind
 
 
-def test_asynchronous_saving_is_atomic_too(tmp_path):
-    trainer = make_trainer(root=tmp_path, strategy="liger", plugins=[AsyncCheckpointIO()], max_steps=1)
-    trainer.fit(LM(), make_loader(0, 1))
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    trainer.strategy.teardown()  # waits for what is being written
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
-    assert list(tmp_path.glob(".*")) == []
-
-
 @pytest.mark.parametrize("name", ["liger", "liger_fsdp", "liger_model_parallel"])
 def test_fabric_writes_atomically(tmp_path, name):
     fabric = L.Fabric(strategy=name, accelerator="cpu", devices=1)
@@ -209,5 +184,3 @@ def test_fabric_writes_atomically(tmp_path, name):
     loaded = {**state, "step": 0}
     fabric.load(path, loaded)
     assert loaded["step"] == 1
-    states = optimizer.state_dict()["state"].values()
-    assert not any(torch.equal(moments["exp_avg"], moments["exp_avg_sq"]) for moments in states)

@@ -5,9 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
-from lightning_liger.data import TextDataModule
 from lightning_liger.resuming.dataloader import ResumableDataLoader, resumable
 
 
@@ -138,22 +144,3 @@ def test_state_is_loaded_into_a_loader_whose_persistent_workers_run(tmp_path):
     loader.load_state_dict(state)
     assert [batch.tolist() for batch in loader] == left
     assert len(list(loader)) == 5
-
-
-def test_text_is_loaded_resumably(tmp_path):
-    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten " * 200)
-    data = TextDataModule(
-        path=tmp_path / "text.txt", cache_dir=tmp_path, vocab_size=300, block_size=8, batch_size=4, num_workers=1
-    )
-    data.prepare_data()
-    data.setup("fit")
-    loader, other = data.train_dataloader(), data.train_dataloader()
-    assert type(loader) is ResumableDataLoader
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    other.load_state_dict(loader.state_dict())
-    left = list(other)
-    assert len(left) == len(loader) - 3
-    for batch, expected in zip(left, iterator, strict=True):
-        torch.testing.assert_close(batch, expected)

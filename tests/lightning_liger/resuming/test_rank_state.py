@@ -1,7 +1,6 @@
 """A resumed run reproduces the uninterrupted run, wherever it was interrupted, on CPUs bit for bit."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from lightning_liger import TrainingSummary
 from tests.lightning_liger.resuming.workers.resume import (
     EXCHANGES,
     MICRO_BATCHES,
@@ -74,17 +72,17 @@ def generator_loader() -> DataLoader[Any]:
     return DataLoader(rows, batch_size=ROWS, sampler=RandomSampler(rows, generator=generator))
 
 
-def fixed_workers(is_persistent: bool) -> DataLoader[Any]:
+def workers_loader() -> DataLoader[Any]:
     # Random numbers of workers start anew when they do.
-    return shuffled_loader(is_random=False, num_workers=2, persistent_workers=is_persistent)
+    return shuffled_loader(is_random=False, num_workers=2, persistent_workers=True)
 
 
 WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "shuffled": ({}, list(ANYWHERE)[:-2]),
-    "liger_fsdp": ({"strategy": "liger_fsdp"}, ["window", "epoch"]),
     "not-accumulated": ({"accumulate_grad_batches": 1}, ["second-window"]),
     "three-accumulated": ({"accumulate_grad_batches": 3}, ["second-window"]),
     "generator": ({"loader": generator_loader}, ["epoch", "second-window"]),
+    "persistent workers": ({"loader": workers_loader}, ["epoch", "second-window"]),
     "stream": ({"loader": lambda: DataLoader(Stream(), batch_size=ROWS)}, ["epoch", "second-window"]),
     "max-steps": ({"max_steps": 8, "max_epochs": -1}, ["last-batch", "epoch"]),
     "limited": (
@@ -92,8 +90,6 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["epoch", "second-window"],
     ),
     "validated": ({"val_check_interval": 3}, ["window", "second-window", "validation-in-step", "validation"]),
-    "workers": ({"loader": lambda: fixed_workers(False)}, ["window", "epoch", "second-window"]),
-    "persistent workers": ({"loader": lambda: fixed_workers(True)}, ["window", "epoch", "second-window"]),
 }
 """Options of a run, and the points at which it is resumed."""
 
@@ -116,6 +112,8 @@ def test_one_process_goes_on_from_anywhere(way, tmp_path):
         run = fit(tmp_path, seed=90, ckpt_path=tmp_path / name, **options)
         left = num_left(ANYWHERE[name], options.get("accumulate_grad_batches", MICRO_BATCHES))
         assert_goes_on(run, uninterrupted, left)
+        if way != "max-steps":  # where Lightning itself counts one more
+            assert run.logged_step == uninterrupted.logged_step
 
 
 def test_checkpoint_of_an_exception_starts_with_the_step_that_it_interrupted(tmp_path):
@@ -145,14 +143,6 @@ def test_epoch_that_was_stopped_is_over(tmp_path):
     assert len(run.losses) == (NUM_EPOCHS - 1) * NUM_BATCHES
 
 
-def test_summary_of_a_resumed_run_has_the_metrics_of_the_whole_epoch(tmp_path):
-    summaries = [TrainingSummary(), TrainingSummary()]
-    fit(tmp_path, strategy="liger", points={"point": ANYWHERE["second-window"]}, callbacks=[summaries[0]])
-    fit(tmp_path, strategy="liger", seed=90, ckpt_path=tmp_path / "point", callbacks=[summaries[1]])
-    for name in ("steps", "train_loss", "train_perplexity", "train_accuracy", "train_loss_step"):
-        assert summaries[1].results[name] == summaries[0].results[name]
-
-
 def test_lightnings_checkpoint_goes_on_with_the_batches_not_yet_seen(tmp_path):
     seen: list[int] = []
 
@@ -169,30 +159,11 @@ def test_lightnings_checkpoint_goes_on_with_the_batches_not_yet_seen(tmp_path):
     assert seen[NUM_BATCHES * ROWS :] == seen[4 * ROWS : NUM_BATCHES * ROWS]
 
 
-@pytest.mark.parametrize("name", ["epoch", "second-window"])
-def test_checkpoint_loads_in_lightnings_strategy(tmp_path, name):
-    options = {"loader": lambda: shuffled_loader(is_random=False), "limit_val_batches": 0}
-    points = {name: ANYWHERE[name]}
-    uninterrupted = fit(tmp_path, strategy="liger", points=points, module=DropoutLM(0.0), **options)
-    run = fit(tmp_path, strategy="auto", ckpt_path=tmp_path / name, module=DropoutLM(0.0), **options)
-    # The batches come in another order: Lightning neither keeps random states nor skips batches that were seen.
-    assert len(run.losses) == num_left(ANYWHERE[name])
-    assert run.learning_rates == pytest.approx(uninterrupted.learning_rates[-len(run.losses) :])
-    assert run.global_step == uninterrupted.global_step
-    assert isinstance(DropoutLM.load_from_checkpoint(tmp_path / name, strict=True), L.LightningModule)
-
-
 def test_state_of_a_checkpoint_is_dropped_if_its_run_does_not_train(tmp_path):
     trainer = make_trainer(root=tmp_path, strategy="liger", max_steps=1)
     trainer.fit(DropoutLM(), shuffled_loader())
     trainer.save_checkpoint(tmp_path / "done.ckpt")
     trainer.fit(DropoutLM(), shuffled_loader(), ckpt_path=tmp_path / "done.ckpt")  # has no steps left
-    assert trainer.strategy._rank_states._loaded is None
-    checkpoint = torch.load(tmp_path / "done.ckpt")
-    checkpoint["optimizer_states"][0]["param_groups"] = []
-    torch.save(checkpoint, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        trainer.fit(DropoutLM(), shuffled_loader(), ckpt_path=tmp_path / "other.ckpt")
     assert trainer.strategy._rank_states._loaded is None
 
 
@@ -229,28 +200,6 @@ def test_other_stateful_loaders_go_on_and_steps_that_they_cannot_repeat_are_told
         fit(tmp_path, points={"window": ("batch", 1, 4)}, **options)
 
 
-def test_modules_keep_a_state_of_each_rank(tmp_path):
-    class Counts(DropoutLM):
-        num_batches = 0
-
-        def training_step(self, batch, batch_idx):
-            self.num_batches += 1
-            return super().training_step(batch, batch_idx)
-
-        def rank_state_dict(self):
-            return {**super().rank_state_dict(), "num_batches": self.num_batches}
-
-        def load_rank_state_dict(self, state):
-            super().load_rank_state_dict(state)
-            self.num_batches = state["num_batches"]
-
-    resumed = Counts()
-    fit(tmp_path, strategy="liger", module=Counts(), points={"point": ANYWHERE["second"]})
-    fit(tmp_path, strategy="liger", module=resumed, ckpt_path=tmp_path / "point")
-    # The state at the beginning of the step, whose first micro-batch is trained again.
-    assert resumed.num_batches == NUM_EPOCHS * NUM_BATCHES
-
-
 # Several processes
 
 
@@ -266,17 +215,10 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_ranks_go_on_as_if_they_had_not_been_interrupted(ranks, way, point):
     device, results, _ = ranks
+    assert len({tuple(result[way]["uninterrupted"]["losses"]) for result in results}) == NUM_RANKS
     for result in results:
         run, uninterrupted = Run(**result[way][point]), Run(**result[way]["uninterrupted"])
         assert_goes_on(run, uninterrupted, num_left(POINTS[point]), TOLERANCE[device])
-
-
-def test_random_states_of_ranks_differ_and_are_saved(ranks):
-    _, results, folder = ranks
-    losses = [tuple(result["liger_ddp"]["uninterrupted"]["losses"]) for result in results]
-    assert len(set(losses)) == NUM_RANKS
-    saved = torch.load(folder / "liger_ddp" / "window.ckpt", weights_only=True)["lightning_liger"]["ranks"]
-    assert len({tuple(state["random_state"]["torch"].tolist()) for state in saved}) == NUM_RANKS
 
 
 @pytest.mark.parametrize(("saved_by", "resumed_by"), EXCHANGES)
@@ -288,31 +230,27 @@ def test_other_engines_go_on_from_a_whole_checkpoint(ranks, saved_by, resumed_by
         torch.testing.assert_close(run.losses, expected.losses[-NUM_BATCHES:], rtol=1e-5, atol=1e-5)
 
 
-def _losses_after(path: Path, strategy: Any, folder: Path) -> list[float]:
-    """Losses of one process that resumes after the first epoch; the same data for each strategy."""
-
-    def loader() -> DataLoader[Any]:
+@pytest.mark.parametrize(
+    ("saved_by", "expected_of", "strategies", "tolerance"),
+    [
+        ("fixed-liger_fsdp", "fixed-liger_fsdp", ["liger", "liger_ddp", "liger_fsdp"], 1e-5),
+        ("fixed-liger_model_parallel-full", "fixed-liger_model_parallel-full", ["liger", "liger_fsdp"], 1e-5),
+        ("liger_fsdp-sharded", "liger_ddp", ["liger_fsdp-sharded"], 1e-4),
+        ("liger_model_parallel", "liger_ddp", ["liger_model_parallel"], 1e-4),
+    ],
+)
+def test_one_process_goes_on_from_the_checkpoint_of_several(
+    ranks, saved_by, expected_of, strategies, tolerance, tmp_path
+):
+    def loader() -> DataLoader[Any]:  # the same data for each strategy
         rows = Rows(NUM_BATCHES * ROWS, is_random=False)
         return DataLoader(rows, batch_size=ROWS, sampler=DistributedSampler(rows, num_replicas=1, rank=0))
 
     options = {"module": DropoutLM(0.0), "loader": loader, "limit_val_batches": 0}
-    losses = fit(folder, strategy=strategy, ckpt_path=path, **options).losses
-    assert len(losses) == NUM_BATCHES
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("saved_by", "expected_of"),
-    [
-        ("fixed-liger_fsdp", "fixed-liger_fsdp"),
-        ("fixed-liger_model_parallel-full", "fixed-liger_model_parallel-full"),
-        ("liger_fsdp-sharded", "liger_ddp"),
-        ("liger_model_parallel", "liger_ddp"),
-    ],
-)
-def test_one_process_goes_on_from_the_checkpoint_of_several(ranks, saved_by, expected_of, tmp_path):
-    expected = _losses_after(ranks[2] / expected_of / "epoch.ckpt", "auto", tmp_path)
-    is_whole = saved_by == expected_of
-    for strategy in ("liger", "liger_ddp", "liger_fsdp") if is_whole else (STRATEGIES[saved_by](),):
-        losses = _losses_after(ranks[2] / saved_by / "epoch.ckpt", strategy, tmp_path)
-        torch.testing.assert_close(losses, expected, rtol=1e-5 if is_whole else 1e-4, atol=1e-5 if is_whole else 1e-4)
+    expected = fit(tmp_path, strategy="auto", ckpt_path=ranks[2] / expected_of / "epoch.ckpt", **options).losses
+    assert len(expected) == NUM_BATCHES
+    for name in strategies:
+        strategy = STRATEGIES.get(name, lambda name=name: name)()
+        options["module"] = DropoutLM(0.0)
+        losses = fit(tmp_path, strategy=strategy, ckpt_path=ranks[2] / saved_by / "epoch.ckpt", **options).losses
+        torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)

@@ -1,23 +1,17 @@
-"""Checkpoints become Hugging Face folders, by function and by command, and folders become models again."""
+"""Checkpoints become Hugging Face folders, and folders become models again."""
 
-import json
-import sys
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from lightning_liger import LigerCausalLM, export_pretrained
-from lightning_liger.cli import main
 from tests.lightning_liger.architectures import tiny_config
 from tests.lightning_liger.strategies.workers.distributed import make_trainer
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch
-
-TINY_YAML = Path(__file__).parents[3] / "examples" / "tiny.yaml"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -82,43 +76,3 @@ def test_experts_are_saved_as_their_architecture_has_them(tmp_path):
     export_pretrained(LigerCausalLM(model_type="mixtral", config=config), checkpoint, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits_of(loaded), logits_of(model))
-
-
-def test_module_without_a_model_is_refused(tmp_path):
-    class NoModel(L.LightningModule):
-        pass
-
-    torch.save({"state_dict": {}}, tmp_path / "some.ckpt")
-    with pytest.raises(TypeError, match=r"NoModel\.model must be a Hugging Face model, got NoneType"):
-        export_pretrained(NoModel(), tmp_path / "some.ckpt", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_command_writes_model_and_tokenizer_whatever_the_trainer_was(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
-    monkeypatch.chdir(tmp_path)
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {index}: the quick brown fox" for index in range(400)), encoding="utf-8")
-    arguments = [
-        f"--config={TINY_YAML}",
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--data.path={text}",
-        f"--data.cache_dir={tmp_path / 'cache'}",
-        "--data.vocab_size=300",
-        "--data.block_size=32",
-        "--data.batch_size=2",
-        "--model.config=" + json.dumps(TINY_CONFIG | {"vocab_size": 300}),
-    ]
-    saving = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path), "save_last": True}}
-    limits = ["--trainer.max_steps=1", "--trainer.val_check_interval=1", "--trainer.limit_val_batches=0"]
-    on_one_cpu = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
-    main(["fit", *arguments, *limits, *on_one_cpu, f"--trainer.callbacks={json.dumps([saving])}"])
-    capsys.readouterr()
-    checkpoint = tmp_path / "last.ckpt"
-    main(["export", *arguments, "--trainer.devices=8", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'out'}"])
-    assert "CPU processes" not in capsys.readouterr().err
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert all(torch.equal(parameter, weights[f"model.{name}"]) for name, parameter in model.named_parameters())
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.decode(tokenizer("the quick brown fox")["input_ids"]) == "the quick brown fox"

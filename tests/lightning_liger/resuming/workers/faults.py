@@ -4,25 +4,21 @@
 that trains on several processes, started by Lightning, until that one of ``FAULTS`` happens.
 """
 
-import errno
-import io
 import os
+import resource
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.checkpoint import FileSystemWriter
 
-from lightning_liger import LigerStrategy
-from tests.lightning_liger.resuming.workers.resume import fit, shuffled_loader
+from tests.lightning_liger.resuming.workers.resume import STRATEGIES, fit, shuffled_loader
 from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS
 
 FAULT_AT = (1, 3)
@@ -36,11 +32,8 @@ SIGTERMS = [
     ("liger_fsdp-sharded", "one", [1]),
 ]
 """Strategy, and which ranks get the signal."""
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "liger_fsdp": lambda: "liger_fsdp",
-    "liger_fsdp-sharded": lambda: LigerStrategy(state_dict_type="sharded"),
-    "liger_model_parallel": lambda: "liger_model_parallel",
-}
+WAYS = ("liger_fsdp", "liger_fsdp-sharded", "liger_model_parallel")
+"""Strategies with which every kind of checkpoint is written."""
 
 
 class Signalled(L.Callback):
@@ -75,6 +68,17 @@ def _error_of(action: Callable[[], Any]) -> BaseException | None:
     return None
 
 
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Writing more to one file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 class FillsDisk(L.Callback):
     """Saves once more over a checkpoint, with a disk that is full for one rank."""
 
@@ -83,19 +87,7 @@ class FillsDisk(L.Callback):
         self.error: BaseException | None = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        torch_save = torch.save
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def save(value: Any, file: Any, *args: Any, **options: Any) -> None:
-            # Pickling of tensors, which collectives do, uses it too.
-            (torch_save if isinstance(file, io.BytesIO) else fail)(value, file, *args, **options)
-
-        with ExitStack() as patches:
-            if trainer.global_rank == self.rank:
-                patches.enter_context(patch.object(torch, "save", save))
-                patches.enter_context(patch.object(FileSystemWriter, "write_data", fail))
+        with files_of_at_most(2**12) if trainer.global_rank == self.rank else nullcontext():
             self.error = _error_of(lambda: trainer.save_checkpoint(self.path, weights_only=False))
 
 
@@ -103,11 +95,11 @@ def _run_rank(device: str, folder: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     results: dict[str, Any] = {}
-    for way, strategy in STRATEGIES.items():
+    for way in WAYS:
         here = folder / way
         full = FillsDisk(here / "last.ckpt", rank=0 if way == "liger_fsdp" else NUM_RANKS - 1)
         options = {"seed": rank, "callbacks": [saves(here), full]}
-        results[way] = {"uninterrupted": _train(here, device, strategy=strategy(), **options)}
+        results[way] = {"uninterrupted": _train(here, device, strategy=STRATEGIES[way](), **options)}
         results[way]["full-disk"] = full.error
         torch.distributed.barrier()  # rank 0 removes the incomplete files of all
         results[way]["after-full-disk"] = sorted(path.name for path in here.iterdir())

@@ -124,13 +124,7 @@ class Run(NamedTuple):
     metrics: dict[int, dict[str, float]]
     parameters: list[Tensor]
     global_step: int
-
-
-def local_parameters(trainer: L.Trainer) -> list[Tensor]:
-    """What this process holds of the parameters."""
-    parameters = trainer.strategy.model.parameters()
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters)
-    return [parameter.detach().cpu().clone() for parameter in local]
+    logged_step: int
 
 
 def fit(
@@ -144,11 +138,7 @@ def fit(
     ckpt_path: Path | str | None = None,
     **options: Any,
 ) -> Run:
-    """Trains for two epochs of shuffled batches.
-
-    Args:
-        seed: Of the process's random numbers, other ones for a process that resumes.
-    """
+    """Trains for two epochs of shuffled batches; a process that resumes has another ``seed``."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -159,8 +149,11 @@ def fit(
         recorder, epochs, SaveAt(folder, points or {}), *callbacks, root=folder, **{**defaults, **options}
     )
     trainer.fit(module, (loader or shuffled_loader)(), validation_loader(), ckpt_path=ckpt_path)
-    parameters = local_parameters(trainer)
-    return Run(recorder.losses, module.learning_rates, epochs.metrics, parameters, trainer.global_step)
+    logged_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    parameters = [parameter.detach() for parameter in trainer.strategy.model.parameters()]
+    parameters = [each.to_local() if isinstance(each, DTensor) else each for each in parameters]
+    parameters = [each.cpu().clone() for each in parameters]
+    return Run(recorder.losses, module.learning_rates, epochs.metrics, parameters, trainer.global_step, logged_step)
 
 
 def shuffled_loader(is_random: bool = True, num_ranks: int = 1, **options: Any) -> DataLoader[Batch]:
@@ -192,8 +185,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 POINTS = {"window.ckpt": ("batch", 1, 2), "epoch.ckpt": ("epoch", 0, NUM_BATCHES - 1)}
 """Between the micro-batches of a step, and after an epoch."""
-LIGHTNINGS = {"ddp": DDPStrategy}
-"""Strategies of Lightning that run on CPUs."""
 EXCHANGES = [
     ("liger_fsdp", "ddp"),
     ("liger_model_parallel-full", "ddp"),
@@ -210,7 +201,7 @@ def _run_rank(device: str, folder: Path) -> None:
 
     def train(name: str, seed: int, way: str, **options: Any) -> dict[str, Any]:
         (folder / way).mkdir(exist_ok=True)
-        strategy = (STRATEGIES | LIGHTNINGS)[name]()
+        strategy = (STRATEGIES | {"ddp": DDPStrategy})[name]()
         return fit(folder / way, seed=seed + rank, strategy=strategy, **devices, **options)._asdict()
 
     def train_fixed(name: str, seed: int, **options: Any) -> dict[str, Any]:
