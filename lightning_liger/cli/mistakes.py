@@ -31,14 +31,7 @@ _GROUPS = {"trainer": "max_steps: 10", "summary": "skip_steps: 2"}
 
 
 def refuse(parser: ArgumentParser, args: Sequence[str], hints: Mapping[str, Any], error: Exception) -> NoReturn:
-    """Ends the command with what is wrong with its options, and with the command that lists them.
-
-    Args:
-        parser: That of the options.
-        args: The command line.
-        hints: The types of some options by name.
-        error: Of the parser.
-    """
+    """Ends the command with what is wrong with its options, of which some have types, and what lists them."""
     names = [str(name) for name in parser.get_defaults().keys()]  # noqa: SIM118  # of a Namespace
     known = _Names(names, hints)
     found = (text for key, value in _given(args) for text in known.mistakes(key, value))
@@ -158,13 +151,11 @@ def _wrong_value(key: str, hint: Any, value: Any) -> Iterator[str]:
     try:
         parser.parse_args([f"--value={value}"]) if isinstance(value, str) else parser.parse_object({"value": value})
     except ArgumentError:
-        choices = [each for each in _flat(hint) if isinstance(each, str)]
-        words = [
-            repr(each) if isinstance(each, str | int) else getattr(each, "__name__", str(each)) for each in _flat(hint)
-        ]
+        parts = _flat(hint)
+        choices = [each for each in parts if isinstance(each, str)]
+        words = [repr(each) if isinstance(each, str | int) else getattr(each, "__name__", str(each)) for each in parts]
         expected = f"one of {', '.join(words)}" if choices else " or ".join(words)
-        if len(words) > 20:
-            expected = f"one of {len(words)} names that --help lists"
+        expected = f"one of {len(words)} names that --help lists" if len(words) > 20 else expected
         yield f"{key} must be {expected}, got {value!r}{closest(str(value), choices)}"
 
 

@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from liger_ops.arguments import shown, wrong_value
 from lightning_liger.callbacks.predictions import PredictionPrinter
+from lightning_liger.callbacks.summary import Summary
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
-from lightning_liger.monitor import LigerMonitor
 from lightning_liger.post_training.teacher import prepare_frozen
 from lightning_liger.post_training.teacher_topk import store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
@@ -32,7 +32,6 @@ MAX_CPU_PROCESSES = 2
 
 _WITHOUT_TRAINER = ("export", "teacher_topk")
 """Subcommands that use no settings of the Trainer."""
-_CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning looks for
 
 
 class _Trainer(L.Trainer):
@@ -58,7 +57,7 @@ class _Trainer(L.Trainer):
             max_shard_size: The maximum size of a file.
             weights_only: Whether the checkpoint may hold tensors and plain Python objects only.
         """
-        tokenizer = None
+        options: dict[str, Any] = {"max_shard_size": max_shard_size, "weights_only": weights_only}
         if datamodule is not None and hasattr(datamodule, "text_tokenizer"):
             if state := _contents(Path(ckpt_path), weights_only).get(type(datamodule).__qualname__):
                 datamodule.load_state_dict(state)
@@ -66,10 +65,8 @@ class _Trainer(L.Trainer):
                 rank_zero_warn(f"{ckpt_path} holds no tokenizer: that of the data settings is written.")
                 datamodule.prepare_data()
                 datamodule.setup("predict")
-            tokenizer = datamodule.text_tokenizer
-        export_pretrained(
-            model, ckpt_path, output, tokenizer=tokenizer, max_shard_size=max_shard_size, weights_only=weights_only
-        )
+            options["tokenizer"] = datamodule.text_tokenizer
+        export_pretrained(model, ckpt_path, output, **options)
 
     def teacher_topk(
         self,
@@ -105,17 +102,6 @@ class _Trainer(L.Trainer):
             prepare_frozen(model.model, device), datamodule, output, top_k=top_k, temperature=temperature,
             num_samples=num_samples, proposal_temperature=proposal_temperature, dtype=dtype,
         )  # fmt: skip
-
-
-class Summary(LigerMonitor):
-    """Measures trainings whose settings have no monitor. Of a class of its own, as checkpoints hold one state of each.
-
-    Args:
-        skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
-    """
-
-    def __init__(self, skip_steps: int = 2) -> None:
-        super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
 
 
 class _Guard(L.Callback):
@@ -261,7 +247,7 @@ def _check_checkpoint(config: Namespace) -> None:
     if (path := config.get("ckpt_path")) is None:
         return
     path = str(path)
-    if path in _CHECKPOINTS_BY_NAME or path.startswith("registry") or "://" in path:
+    if path in ("best", "last", "hpc") or path.startswith("registry") or "://" in path:  # which Lightning looks for
         return
     if not path or not Path(path).exists():
         raise wrong_value("ckpt_path", "the path of a checkpoint that exists", path)
