@@ -80,12 +80,8 @@ def message_of(error: BaseException) -> str | None:
             text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     is_check = (frames[-1].line or "").startswith("raise") or (isinstance(error, OSError) and error.filename)
-    if not is_check:
-        return None
-    is_setting = any(frame.name == "instantiate_classes" for frame in frames)
-    if is_setting or frames[-1].name == "load_state_dict" or set(_callers(error)) <= _PACKAGES:
-        return " ".join(text.split())
-    return None
+    is_setting = frames[-1].name == "load_state_dict" or any(frame.name == "instantiate_classes" for frame in frames)
+    return " ".join(text.split()) if is_check and (is_setting or set(_callers(error)) <= _PACKAGES) else None
 
 
 def _callers(error: BaseException) -> list[str]:

@@ -159,18 +159,10 @@ class LigerCLI(LightningCLI):
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
         if named:  # each parser takes a second
             self.subcommands = lambda: named  # type: ignore[method-assign]
-        super().__init__(
-            L.LightningModule,
-            L.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            trainer_class=self.trainer_type,
-            seed_everything_default=42,
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"exit_on_error": False, **{name: _described(name) for name in self.subcommands()}},
-            args=args,
-            **kwargs,
-        )
+        kwargs |= {"trainer_class": self.trainer_type, "subclass_mode_model": True, "subclass_mode_data": True}
+        kwargs |= {"seed_everything_default": 42, "save_config_kwargs": {"overwrite": True}}
+        kwargs["parser_kwargs"] = {"exit_on_error": False, **{name: _described(name) for name in self.subcommands()}}
+        super().__init__(L.LightningModule, L.LightningDataModule, args=args, **kwargs)
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -276,13 +268,11 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
 
 def _check_engine(trainer: Namespace) -> None:
     """Refuses a strategy and an accelerator that are not there, before anything is made."""
-    names = ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(trainer.strategy, str) and trainer.strategy not in names:
+    names, strategy = ["auto", *StrategyRegistry.available_strategies()], trainer.strategy
+    if isinstance(strategy, str) and strategy not in names:
         ours = ", ".join(name for name in names if name.startswith("liger"))
         expected = f"auto, one of {ours}, or a name or class of Lightning"
-        raise ValueError(
-            f"trainer.strategy must be {expected}, got {trainer.strategy!r}{closest(trainer.strategy, names)}"
-        )
+        raise ValueError(f"trainer.strategy must be {expected}, got {strategy!r}{closest(strategy, names)}")
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available() and not MPSAccelerator.is_available():
         raise ValueError(
             f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "

@@ -83,8 +83,8 @@ def run_doctor(*, json: bool = False) -> int:
 def examine(end: float) -> list[Check]:
     """The rows of the table, as far as they are known at ``end`` in seconds of ``time.monotonic``."""
     with ThreadPoolExecutor() as threads:
-        calls = (probe, "packages", end), (probe, "machine", end), (check_ops, end)
-        parts = [threads.submit(*call) for call in calls]
+        parts = [threads.submit(probe, name, end) for name in ("packages", "machine")]
+        parts.append(threads.submit(check_ops, end))
         try:
             return sorted((each for part in parts for each in part.result()), key=lambda row: _GROUPS.index(row.group))
         except KeyboardInterrupt:  # the processes have it too

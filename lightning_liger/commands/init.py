@@ -26,7 +26,13 @@ def run_init(story: str | None = None, *, output: str | None = None) -> int:
     """
     found = stories()
     if story is None:
-        _print_list(found)
+        width = 2 + max(map(len, found))
+        wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * (2 + width))
+        print("Stories:")
+        for name in sorted(found):
+            wrapper.initial_indent = f"  {name:{width}}"
+            print(wrapper.fill(found[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")))
+        print(f"\nWrite one: {PROGRAM} init STORY [--output FILE]")
         return 0
     if story not in found:
         raise ValueError(f"story must be one that `{PROGRAM} init` lists, got {story!r}{closest(story, found)}")
@@ -34,8 +40,8 @@ def run_init(story: str | None = None, *, output: str | None = None) -> int:
     written, path = write_story(found[story], output), Path(output)
     folders = collections.Counter(file.parent for file in written)
     names = dict.fromkeys(file if folders[file.parent] < 5 else file.parent for file in written if file != path)
-    for name in (path, *names):
-        print(f"wrote {name}" + (f" ({folders[name]} files)" if name in folders and name != path else ""))
+    for each in (path, *names):
+        print(f"wrote {each}" + (f" ({folders[each]} files)" if each in folders and each != path else ""))
     print(f"\nNext: {PROGRAM} fit --config {path}")
     return 0
 
@@ -44,21 +50,6 @@ def stories() -> dict[str, Path]:
     """The yaml files of ``examples/``, and those of folders in it that have the name of their folder, by name."""
     paths = [*EXAMPLES.glob("*.yaml"), *(path for path in EXAMPLES.glob("*/*.yaml") if path.stem == path.parent.name)]
     return {path.stem: path for path in sorted(paths)}
-
-
-def _print_list(found: dict[str, Path]) -> None:
-    width = 2 + max(map(len, found))
-    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * (2 + width))
-    print("Stories:")
-    for name in sorted(found):
-        wrapper.initial_indent = f"  {name:{width}}"
-        print(wrapper.fill(first_line(found[name])))
-    print(f"\nWrite one: {PROGRAM} init STORY [--output FILE]")
-
-
-def first_line(path: Path) -> str:
-    """The first comment of a yaml file."""
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 def write_story(story: Path, output: str) -> list[Path]:

@@ -1,6 +1,7 @@
 """:class:`LigerMonitor`: speed, utilization, memory and data of a training."""
 
 import functools
+import math
 import os
 import time
 from collections import defaultdict, deque
@@ -22,7 +23,7 @@ from liger_ops.arguments import check_bool, check_integer, check_path
 from lightning_liger.hardware import find_gpu, measure_matmul_flops
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor.batches import COUNTED, LENGTH_EDGES, BatchCounter, Part, contents_of
-from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak_memory, readable_bytes, share_of_each
+from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak_memory, readable_bytes
 from lightning_liger.monitor.flops import ModelFlops, model_flops
 from lightning_liger.monitor.gradients import gradient_norm, joined_norm
 from lightning_liger.monitor.page import page, short, table
@@ -55,7 +56,6 @@ class _Lap(NamedTuple):
     copied: HostCopy
     """Seconds of waiting for data and the numbers of :class:`BatchCounter`, added up over all ranks; then scalars."""
     scalars: list[str]
-    """The names of these: ``loss``, ``gradient_norm``."""
 
 
 class LigerMonitor(L.Callback):
@@ -152,8 +152,9 @@ class LigerMonitor(L.Callback):
         device, untyped = trainer.strategy.root_device, cast(Any, trainer)  # Lightning sets some attributes elsewhere
         if trainer.global_step == 0:  # else it goes on
             self._totals, self.points = Totals(int), []
-        at_most = min(untyped.log_every_n_steps or 1, _planned_steps(trainer) / _MIN_POINTS)
-        self._every = self.every_n_steps or max(1, int(at_most))
+        steps = trainer.num_training_batches / trainer.accumulate_grad_batches * (trainer.max_epochs or 1)
+        planned = min((limit for limit in (trainer.max_steps, steps) if limit > 0), default=math.inf)
+        self._every = self.every_n_steps or max(1, int(min(untyped.log_every_n_steps or 1, planned / _MIN_POINTS)))
         self._clock = TrainingClock(device, self.skip_steps * trainer.accumulate_grad_batches)
         self._open.clear()
         self._last_step, self._num_steps, self._num_logged = trainer.global_step, 0, 0
@@ -216,14 +217,15 @@ class LigerMonitor(L.Callback):
     def _close_lap(self, trainer: L.Trainer, loss: Tensor | None = None, ends_step: bool = False) -> None:
         """Starts to bring what was counted to the host; every rank does so after the same batch."""
         assert self._counter is not None
-        device = trainer.strategy.root_device
-        waited = torch.tensor([self._fetches.seconds], dtype=torch.float64).to(device, non_blocking=True)
+        options: Any = {"device": trainer.strategy.root_device, "dtype": torch.float64, "non_blocking": True}
+        waited = torch.tensor([self._fetches.seconds], dtype=torch.float64).to(**options)
         self._fetches.seconds = 0.0
         counted = torch.cat([waited, self._counter.take()])
         if trainer.world_size > 1:  # not by the strategy, whose barrier would wait for the device
             dist.all_reduce(counted)
-        scalars = {"loss": loss, "gradient_norm": self._norm(trainer) if ends_step else None}
-        numbers = {name: _number(value, device) for name, value in scalars.items() if value is not None}
+        given = {"loss": loss, "gradient_norm": self._norm(trainer) if ends_step else None}
+        scalars = {name: torch.as_tensor(value).detach() for name, value in given.items() if value is not None}
+        numbers = {name: value.to(**options).mean().view(1) for name, value in scalars.items()}
         peak, reserved = peak_memory(trainer.strategy)
         totals = Totals(int, steps=self._num_steps - self._num_logged, peak_memory=peak, reserved_memory=reserved)
         spans = self._clock.lap()  # which the device has reached when the copy has arrived
@@ -247,7 +249,9 @@ class LigerMonitor(L.Callback):
         assert self._flops is not None
         (waited, *copied), totals = lap.copied.wait().tolist(), lap.totals
         num_counts = len(copied) - len(lap.scalars)
-        counts = [count * share_of_each(trainer) for count in copied[:num_counts]]
+        # Tensor- and context-parallel ranks count the same batches.
+        sampler = trainer.distributed_sampler_kwargs or {"num_replicas": trainer.world_size}
+        counts = [count * (sampler["num_replicas"] / trainer.world_size) for count in copied[:num_counts]]
         totals |= zip(COUNTED, counts, strict=False)
         pairs, lengths = counts[len(COUNTED) : -len(LENGTH_EDGES)], counts[-len(LENGTH_EDGES) :]
         totals |= {f"length_{edge}": count for edge, count in zip(LENGTH_EDGES, lengths, strict=True)}
@@ -455,13 +459,6 @@ def _device(trainer: L.Trainer) -> tuple[str, float]:
     return (gpu.name, gpu.peak_flops(dtype)) if gpu else (properties.name, measure_matmul_flops(device, dtype))
 
 
-def _planned_steps(trainer: L.Trainer) -> float:
-    """The optimizer steps of the whole fit, as far as the Trainer's arguments tell."""
-    steps = trainer.num_training_batches / trainer.accumulate_grad_batches * (trainer.max_epochs or 1)
-    limits = [limit for limit in (trainer.max_steps, steps) if limit > 0]
-    return min(limits, default=float("inf"))
-
-
 def _loss(trainer: L.Trainer, outputs: Any) -> Tensor | None:
     """The loss of the last step, None if ``training_step`` returned none."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else None
@@ -476,11 +473,6 @@ def _logs_norm(trainer: L.Trainer) -> bool:
         return True
     by_norm = str(trainer.gradient_clip_algorithm or "norm").endswith("norm") and (trainer.gradient_clip_val or 0) > 0
     return by_norm and any(hasattr(each, "on_nonfinite_grad") for each in (trainer.strategy, trainer.precision_plugin))
-
-
-def _number(value: Tensor | float, device: torch.device) -> Tensor:
-    """The mean of a tensor, ``[1]`` in float64 on the device."""
-    return torch.as_tensor(value).detach().to(device, torch.float64, non_blocking=True).mean().view(1)
 
 
 @contextmanager

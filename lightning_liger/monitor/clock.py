@@ -4,7 +4,6 @@ import resource
 import time
 from typing import Any
 
-import lightning as L
 import torch
 
 _FETCH = "train_dataloader_next"
@@ -84,12 +83,6 @@ class FetchTimer:
         """Leaves the profiler as it was."""
         for name in ("start", "stop"):
             vars(self._profiler).pop(name, None)
-
-
-def share_of_each(trainer: L.Trainer) -> float:
-    """What a sum over all processes is multiplied with: tensor- and context-parallel ranks count the same batches."""
-    sampler = trainer.distributed_sampler_kwargs
-    return float(sampler["num_replicas"] / trainer.world_size) if sampler is not None else 1.0
 
 
 def peak_memory(strategy: Any) -> tuple[int, int]:
