@@ -55,12 +55,12 @@ def test_pinned_versions_are_those_that_the_project_accepts():
         assert (DEPENDENCIES | DEVELOPMENT)[name].specifier.contains(specifier.version), pinned
 
 
-def test_workflows_call_targets_of_the_makefile():
+def test_workflows_and_the_readme_call_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    workflows = [ROOT / ".ci" / "run", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    workflows = [ROOT / ".ci" / "run", ROOT / "README.md", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
     for workflow in workflows:
         text = workflow.read_text(encoding="utf-8")
-        targets = re.findall(r"(?:^|run: )make (\w+)$", text, flags=re.MULTILINE)
+        targets = re.findall(r"(?:^|run: |`)make (\w+)(?:$|`)", text, flags=re.MULTILINE)
         assert targets, workflow.name
         assert [target for target in targets if f"\n{target}:" not in makefile] == []
     assert {"lint", "test", "smoke", "site"} <= set(re.findall(r"^make (\w+)$", workflows[0].read_text(), re.MULTILINE))

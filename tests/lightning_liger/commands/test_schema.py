@@ -49,13 +49,11 @@ def test_examples_printed_configs_classes_of_users_and_additions_are_accepted(va
     ("path", "key", "value"),
     [
         ((), "trainr", {}),
-        (("trainer",), "max_stepz", 1),
         (("trainer",), "max_steps", "many"),
         (("trainer", "strategy", "init_args"), "state_dict", "sharded"),
         (("trainer", "callbacks", 0, "init_args"), "dirpat", "a"),
         (("model",), "init_arg", {}),
         (("model",), "class_path", "lightning_liger.LigerCasualLM"),
-        (("model", "init_args"), "learning_rat", 1.0),
         (("model", "init_args"), "learning_rate", "fast"),
         (("data", "init_args"), "batch_siz", 1),
     ],

@@ -94,8 +94,8 @@ def test_batches_are_counted_by_their_documents(data):
         ({"input_ids": IDS[:, :0], "labels": IDS[:, :0]}, {"rows": 2, "tokens": 0, "labels": 0}),
         ({"prompt_ids": IDS, "completion_ids": IDS[:, :2]}, {"rows": 2, "tokens": 16, "None": 128, "<= 8": 2}),
         (
-            {"prompt_ids": IDS, "prompt_mask": MASK, "completion_ids": IDS, "completion_mask": MASK.flip(1)},
-            {"rows": 2, "tokens": 24, "padding": 6, "labels": 24, "ignored": 15, "<= 6": 1, "<= 12": 1},
+            {"prompt_ids": IDS, "prompt_mask": MASK, "completion_ids": IDS, "completion_mask": MASK.tril()},
+            {"rows": 2, "tokens": 24, "padding": 14, "labels": 24, "ignored": 23, "<= 3": 1, "<= 8": 1},
         ),
         ({"input_ids": torch.zeros(1, 2**25, dtype=torch.int8)}, {f"<= {LENGTH_EDGES[-1]}": 1}),
     ],

@@ -89,6 +89,7 @@ def test_numbers_are_exact_in_loggers_results_bar_and_page(tmp_path, clock, caps
     assert results["model_flops_utilization"] == pytest.approx(6 * flops / 10 / PEAK)
     assert results["data_wait_share"] == 4 / 10
     assert results["ignored_share"] == 2 / 26
+    assert results["memory_peak_gib"] == monitor.points[-1]["memory_peak_gib"]
 
     with (tmp_path / "log" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["monitor/tokens"]]
