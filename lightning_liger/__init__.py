@@ -28,12 +28,7 @@ from lightning_liger.losses.distillation import (
 from lightning_liger.losses.distillation_options import DistillationOptions
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
-from lightning_liger.losses.multi_head import (
-    deepseek_mtp_weights,
-    medusa_weights,
-    multi_token_weights,
-    targets_ahead,
-)
+from lightning_liger.losses.multi_head import deepseek_mtp_weights, medusa_weights, multi_token_weights, targets_ahead
 from lightning_liger.losses.orpo import ORPOOptions
 from lightning_liger.losses.policy_options import PolicyOptions
 from lightning_liger.losses.tpo import TPOOptions

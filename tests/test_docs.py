@@ -87,13 +87,6 @@ def test_files_that_a_page_names_without_their_folder_exist(name: str, pattern: 
     assert [path for path in sorted(named) if not any((ROOT / root / path).exists() for root in roots)] == []
 
 
-def test_make_targets_that_the_readme_names_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = re.findall(r"(?:^|`)make (\w+)(?:$|`)", PAGES[ROOT / "README.md"], flags=re.MULTILINE)
-    assert {"demo", "test"} <= set(targets)
-    assert [target for target in targets if f"\n{target}:" not in makefile] == []
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/strategies.md", "docs/training.md", "docs/losses.md"])
 def test_names_that_a_page_puts_in_code_exist(name: str) -> None:
     page = PAGES[ROOT / name]

@@ -159,6 +159,12 @@ AT_MOST_1 = """
 divergence.beta linear_divergence.beta SparseDistillationOptions.beta DistillationOptions.beta LigerDistillation.beta
 label_smoothing ld_alpha min_lr_ratio ref_model_mixup_alpha top_entropy_quantile
 """
+UNTRIED = """
+leave_one_out_advantages.kl leave_one_out_advantages.reward_clip_range multi_token_loss.targets normalized_shape
+mrope_sections sampled_divergence.options save_medusa_heads.base_model store_teacher_topk.data write_teacher_topk.rows
+sparse_divergence.options targets_ahead.position_ids targets_ahead.targets token_loss.labels token_loss.loss
+token_scores.labels topk_log_probs.ids universal_logit_divergence.options
+"""
 HINTS = Hints(
     least=dict.fromkeys(AT_LEAST_0.split(), 0)
     | dict.fromkeys(ANY_NUMBER.split(), -math.inf)
@@ -185,28 +191,7 @@ HINTS = Hints(
         "GroupNorm.bias": "None is the value of affine",
         "all_choices": "collators are made by data modules, which check",
         "layout": "collators are made by data modules, which check",
-        **dict.fromkeys(
-            (
-                "leave_one_out_advantages.kl",
-                "leave_one_out_advantages.reward_clip_range",
-                "multi_token_loss.targets",
-                "normalized_shape",
-                "mrope_sections",
-                "sampled_divergence.options",
-                "save_medusa_heads.base_model",
-                "store_teacher_topk.data",
-                "write_teacher_topk.rows",
-                "sparse_divergence.options",
-                "targets_ahead.position_ids",
-                "targets_ahead.targets",
-                "token_loss.labels",
-                "token_loss.loss",
-                "token_scores.labels",
-                "topk_log_probs.ids",
-                "universal_logit_divergence.options",
-            ),
-            "some types meet errors of Python or PyTorch; others are in tables",
-        ),
+        **dict.fromkeys(UNTRIED.split(), "some types meet errors of Python or PyTorch; others are in tables"),
         "medusa_pretrained": "a folder, of which messages speak",
         "FabricLigerSingleDeviceStrategy.device": "Lightning checks it",
         "LigerSingleDeviceStrategy.device": "Lightning checks it",

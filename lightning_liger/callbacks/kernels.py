@@ -1,5 +1,6 @@
 """Fused kernels under any strategy of Lightning."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -41,7 +42,7 @@ class LigerCallback(L.Callback):
         self._kernels = Kernels(kernels)
         self._activations = ActivationControl(activation_checkpointing, memory_budget)
         self._num_steps = 0
-        self._lazy: Any = None
+        self._lazy = contextlib.ExitStack()
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -66,30 +67,20 @@ class LigerCallback(L.Callback):
 
     @override
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        self._lazy = lazy_logits()
-        self._lazy.__enter__()
+        self._lazy.callback(settle, "the end of a step")
+        self._lazy.enter_context(lazy_logits())
 
     @override
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self._leave_lazy()
+        self._lazy.close()
 
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if pl_module.automatic_optimization:  # or else the variables of the training step exist
             settle("optimizer.step()")
 
-    def _leave_lazy(self) -> None:
-        if self._lazy is not None:
-            self._lazy.__exit__(None, None, None)
-            self._lazy = None
-            settle("the end of a step")
-
     on_test_batch_start = on_validation_batch_start
-    on_test_batch_end = on_validation_batch_end
-
-    @override
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._leave_lazy()
+    on_test_batch_end = on_exception = on_validation_batch_end
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

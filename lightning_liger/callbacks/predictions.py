@@ -16,17 +16,9 @@ class PredictionPrinter(BasePredictionWriter):
 
     @override
     def write_on_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        prediction: Any,
-        batch_indices: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, prediction: Any, *_: Any, **__: Any
     ) -> None:
-        datamodule = getattr(trainer, "datamodule", None)
-        tokenizer = getattr(datamodule, "text_tokenizer", None)
+        tokenizer = getattr(getattr(trainer, "datamodule", None), "text_tokenizer", None)
         if trainer.is_global_zero and tokenizer is not None and isinstance(prediction, torch.Tensor):
             for row in prediction:
                 print(tokenizer.decode(row, skip_special_tokens=True))

@@ -1,11 +1,22 @@
-"""The former name of :class:`~lightning_liger.LigerMonitor`."""
+"""Monitors that only print a table."""
 
 from lightning_utilities.core.rank_zero import rank_zero_deprecation
 
 from lightning_liger.monitor import LigerMonitor
 
 
-class TrainingSummary(LigerMonitor):
+class Summary(LigerMonitor):
+    """Measures trainings whose settings have no monitor. Of a class of its own, as checkpoints hold one state of each.
+
+    Args:
+        skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
+    """
+
+    def __init__(self, skip_steps: int = 2) -> None:
+        super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
+
+
+class TrainingSummary(Summary):
     """:class:`~lightning_liger.LigerMonitor` without a page and norms of gradients. Deprecated.
 
     Args:
@@ -18,4 +29,4 @@ class TrainingSummary(LigerMonitor):
 
     def __init__(self, skip_steps: int = 2) -> None:
         rank_zero_deprecation("TrainingSummary is deprecated: LigerMonitor prints its table, too.")
-        super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
+        super().__init__(skip_steps)

@@ -1,7 +1,7 @@
 """Commands made from functions: the arguments become options, the docstring their help."""
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
@@ -18,8 +18,7 @@ def run_function(name: str, target: str, args: Sequence[str]) -> int:
 
     A function with a parameter ``*options`` gets all options that it does not know, to pass them on.
     """
-    module, _, attribute = target.partition(":")
-    function: Callable[..., int] = getattr(importlib.import_module(module), attribute)
+    function: Callable[..., int] = pkgutil.resolve_name(target)
     parameters = inspect.signature(function).parameters.values()
     own, others = list(args), list[str]()
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
@@ -39,16 +38,13 @@ def run_function(name: str, target: str, args: Sequence[str]) -> int:
 
 def parser_of(name: str, function: Callable[..., Any]) -> ArgumentParser:
     """A parser with an option for each argument of ``function``; those without a default are positional."""
-    documentation = docstring_parser.parse(inspect.getdoc(function) or "")
+    documentation, types = docstring_parser.parse(inspect.getdoc(function) or ""), get_type_hints(function)
     helps = {parameter.arg_name: parameter.description for parameter in documentation.params}
-    paragraphs = (documentation.short_description, documentation.long_description)
-    description = plain("\n\n".join(filter(None, paragraphs)))
-    parser = ArgumentParser(
-        prog=f"{PROGRAM} {name}", description=description, formatter_class=Formatter, exit_on_error=False
-    )
-    types = get_type_hints(function)
+    paragraphs = filter(None, (documentation.short_description, documentation.long_description))
+    options: dict[str, Any] = {"prog": f"{PROGRAM} {name}", "description": plain("\n\n".join(paragraphs))}
+    parser = ArgumentParser(**options, formatter_class=Formatter, exit_on_error=False)
     for each in inspect.signature(function).parameters.values():
-        options: dict[str, Any] = {"help": helps.get(each.name)}
+        options = {"help": helps.get(each.name)}
         if each.default is False:
             options["action"] = "store_true"
         else:

@@ -1,6 +1,5 @@
 """The text of ``--help``: the first level, and options without the markup of docstrings."""
 
-import functools
 import re
 import shutil
 import textwrap
@@ -35,21 +34,20 @@ SUBCOMMANDS = {
 def first_level() -> str:
     """The help of the command without a subcommand."""
     width = max(len(name) for group in SUBCOMMANDS.values() for name in group)
-    groups = [
-        "\n".join([f"{title}:", *(f"  {name:{width}}  {text}" for name, text in group.items())])
-        for title, group in SUBCOMMANDS.items()
-    ]
-    return "\n\n".join(
-        [
-            f"usage: {PROGRAM} SUBCOMMAND [options]",
-            "Train language models with fused kernels and losses that never materialize the\nlogits, from a yaml file.",
-            *groups,
-            f"Options of each: {PROGRAM} SUBCOMMAND --help",
-            f"First steps:\n  {PROGRAM} init                     # lists the stories\n"
-            f"  {PROGRAM} init sft                 # writes sft.yaml and its data\n"
-            f"  {PROGRAM} fit --config sft.yaml    # trains on a GPU, or on a CPU",
-        ]
-    )
+    groups = ""
+    for title, group in SUBCOMMANDS.items():
+        groups += "\n".join([f"{title}:", *(f"  {name:{width}}  {text}" for name, text in group.items()), "\n"])
+    return f"""usage: {PROGRAM} SUBCOMMAND [options]
+
+Train language models with fused kernels and losses that never materialize the
+logits, from a yaml file.
+
+{groups}Options of each: {PROGRAM} SUBCOMMAND --help
+
+First steps:
+  {PROGRAM} init                     # lists the stories
+  {PROGRAM} init sft                 # writes sft.yaml and its data
+  {PROGRAM} fit --config sft.yaml    # trains on a GPU, or on a CPU"""
 
 
 def plain(text: str) -> str:
@@ -72,9 +70,8 @@ class Formatter(DefaultHelpFormatter):
 
     @override
     def start_section(self, heading: str | None) -> None:
-        super().start_section(
-            next((ours for text, ours in _HEADINGS.items() if (heading or "").startswith(text)), heading)
-        )
+        ours = (ours for text, ours in _HEADINGS.items() if (heading or "").startswith(text))
+        super().start_section(next(ours, heading))
 
     @override
     def format_help(self) -> str:
@@ -89,11 +86,8 @@ def _shortened(option: str) -> str:
     option = re.sub(r"\s+Default:\s[^.]*\.(?=\s+\([^()]*default:\s(?!null))", "", option)
     if name not in ("--model", "--data"):
         option = re.sub(r",\s+known\s+subclasses:[^()]*\)", f"; classes: {name}.help)", option)
-    indent, width = " " * 24, shutil.get_terminal_size().columns - 2
-    fill = functools.partial(textwrap.fill, width=width, initial_indent=indent, subsequent_indent=indent)
-    return re.sub(
-        rf"(?:^{indent}\S.*\n)+",
-        lambda lines: fill(" ".join(lines[0].split()), break_long_words=False, break_on_hyphens=False) + "\n",
-        option,
-        flags=re.MULTILINE,
-    )
+    indent = " " * 24
+    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns - 2, indent, indent)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    lines = re.compile(rf"(?:^{indent}\S.*\n)+", flags=re.MULTILINE)
+    return lines.sub(lambda found: wrapper.fill(" ".join(found[0].split())) + "\n", option)

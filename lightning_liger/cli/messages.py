@@ -8,7 +8,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PROGRAM = "lightning-liger"
 
@@ -48,14 +48,13 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def end(message: str) -> NoReturn:
     """Prints the message and ends the command with the exit code 2."""
-    rank = _rank()  # several processes may find the same mistake
+    rank_zero: Any = sys.modules.get("lightning_utilities.core.rank_zero")
+    rank = rank_zero and getattr(rank_zero.rank_zero_only, "rank", None)  # several processes may find the same mistake
     text = f"{PROGRAM}: error: {f'[rank {rank}] ' if rank else ''}{message}"
     if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        lines = [
-            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
-        ]
-        text = "\n".join(lines)
+        wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
+        text = "\n".join(map(wrapper.fill, text.split("\n")))
     print(text, file=sys.stderr)
     sys.exit(2)
 
@@ -66,11 +65,6 @@ def closest(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     close = close or [each for each in known if len(name) > 2 and name.lower() in each.lower()]
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _rank() -> int:
-    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
-    return (rank_zero and getattr(rank_zero.rank_zero_only, "rank", None)) or 0
 
 
 def message_of(error: BaseException) -> str | None:
@@ -86,12 +80,8 @@ def message_of(error: BaseException) -> str | None:
             text = str(error)
     frames = traceback.extract_tb(error.__traceback__)
     is_check = (frames[-1].line or "").startswith("raise") or (isinstance(error, OSError) and error.filename)
-    if not is_check:
-        return None
-    is_setting = any(frame.name == "instantiate_classes" for frame in frames)
-    if is_setting or frames[-1].name == "load_state_dict" or set(_callers(error)) <= _PACKAGES:
-        return " ".join(text.split())
-    return None
+    is_setting = frames[-1].name == "load_state_dict" or any(frame.name == "instantiate_classes" for frame in frames)
+    return " ".join(text.split()) if is_check and (is_setting or set(_callers(error)) <= _PACKAGES) else None
 
 
 def _callers(error: BaseException) -> list[str]:

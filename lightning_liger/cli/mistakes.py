@@ -31,14 +31,7 @@ _GROUPS = {"trainer": "max_steps: 10", "summary": "skip_steps: 2"}
 
 
 def refuse(parser: ArgumentParser, args: Sequence[str], hints: Mapping[str, Any], error: Exception) -> NoReturn:
-    """Ends the command with what is wrong with its options, and with the command that lists them.
-
-    Args:
-        parser: That of the options.
-        args: The command line.
-        hints: The types of some options by name.
-        error: Of the parser.
-    """
+    """Ends the command with what is wrong with its options, of which some have types, and what lists them."""
     names = [str(name) for name in parser.get_defaults().keys()]  # noqa: SIM118  # of a Namespace
     known = _Names(names, hints)
     found = (text for key, value in _given(args) for text in known.mistakes(key, value))
@@ -97,39 +90,36 @@ class _Names:
         described = value if isinstance(value, dict) else {"class_path": value}
         path, options = described.get("class_path"), described.get("init_args")
         if isinstance(path, str):
-            problem = self._find_class(key, path)
-            if problem and (key != "trainer.strategy" or isinstance(value, dict)):  # else a name
-                yield problem
+            self._classes[key] = named = _find_class(key, path)
+            if isinstance(named, str) and (key != "trainer.strategy" or isinstance(value, dict)):  # else a name
+                yield named
         found = self._classes.get(key)
         if not isinstance(options, dict):
             return
-        if found is None:
-            if path is None and key == "trainer.strategy":
-                yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
-            return
-        names, hints = options_of(found)
-        for name, given in options.items():
-            first = str(name).partition(".")[0]
-            if first not in names:
-                yield f"{key}.{name} is no option of {found.__name__}{closest(first, names)}"
-            elif first == name:
-                yield from _wrong_value(f"{key}.{name}", hints.get(name), given)
-
-    def _find_class(self, key: str, path: str) -> str:
-        """Notes the class of a key; what is wrong with its path, or nothing."""
-        module, _, name = path.rpartition(".")
-        self._classes.pop(key, None)
-        try:
-            modules = [importlib.import_module(each) for each in ([module] if module else CLASSES[key])]
-        except ImportError as error:
-            return f"{key}: {path}: {error}"
-        found = next((getattr(each, name) for each in modules if hasattr(each, name)), None)
         if inspect.isclass(found):
-            self._classes[key] = found
-            return ""
-        names = [each for known in modules for each in vars(known) if each[:1].isupper()]
-        hint = closest(name, names)
-        return f"{key} must be the name of a class that is imported, or module.Class, got {path!r}{hint}"
+            names, hints = options_of(found)
+            for name, given in options.items():
+                first = str(name).partition(".")[0]
+                if first not in names:
+                    yield f"{key}.{name} is no option of {found.__name__}{closest(first, names)}"
+                elif first == name:
+                    yield from _wrong_value(f"{key}.{name}", hints.get(name), given)
+        elif path is None and key == "trainer.strategy":
+            yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
+
+
+def _find_class(key: str, path: str) -> type | str:
+    """The class of a key, or what is wrong with its path."""
+    module, _, name = path.rpartition(".")
+    try:
+        modules = [importlib.import_module(each) for each in ([module] if module else CLASSES[key])]
+    except ImportError as error:
+        return f"{key}: {path}: {error}"
+    found = next((getattr(each, name) for each in modules if hasattr(each, name)), None)
+    if inspect.isclass(found):
+        return found
+    hint = closest(name, [each for known in modules for each in vars(known) if each[:1].isupper()])
+    return f"{key} must be the name of a class that is imported, or module.Class, got {path!r}{hint}"
 
 
 def options_of(
@@ -158,13 +148,11 @@ def _wrong_value(key: str, hint: Any, value: Any) -> Iterator[str]:
     try:
         parser.parse_args([f"--value={value}"]) if isinstance(value, str) else parser.parse_object({"value": value})
     except ArgumentError:
-        choices = [each for each in _flat(hint) if isinstance(each, str)]
-        words = [
-            repr(each) if isinstance(each, str | int) else getattr(each, "__name__", str(each)) for each in _flat(hint)
-        ]
+        parts = _flat(hint)
+        choices = [each for each in parts if isinstance(each, str)]
+        words = [repr(each) if isinstance(each, str | int) else getattr(each, "__name__", str(each)) for each in parts]
         expected = f"one of {', '.join(words)}" if choices else " or ".join(words)
-        if len(words) > 20:
-            expected = f"one of {len(words)} names that --help lists"
+        expected = f"one of {len(words)} names that --help lists" if len(words) > 20 else expected
         yield f"{key} must be {expected}, got {value!r}{closest(str(value), choices)}"
 
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from liger_ops.arguments import shown, wrong_value
 from lightning_liger.callbacks.predictions import PredictionPrinter
+from lightning_liger.callbacks.summary import Summary
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
@@ -31,7 +32,6 @@ MAX_CPU_PROCESSES = 2
 
 _WITHOUT_TRAINER = ("export", "teacher_topk")
 """Subcommands that use no settings of the Trainer."""
-_CHECKPOINTS_BY_NAME = ("best", "last", "hpc", "registry")  # which Lightning looks for
 
 
 class _Trainer(L.Trainer):
@@ -57,7 +57,7 @@ class _Trainer(L.Trainer):
             max_shard_size: The maximum size of a file.
             weights_only: Whether the checkpoint may hold tensors and plain Python objects only.
         """
-        tokenizer = None
+        options: dict[str, Any] = {"max_shard_size": max_shard_size, "weights_only": weights_only}
         if datamodule is not None and hasattr(datamodule, "text_tokenizer"):
             if state := _contents(Path(ckpt_path), weights_only).get(type(datamodule).__qualname__):
                 datamodule.load_state_dict(state)
@@ -65,10 +65,8 @@ class _Trainer(L.Trainer):
                 rank_zero_warn(f"{ckpt_path} holds no tokenizer: that of the data settings is written.")
                 datamodule.prepare_data()
                 datamodule.setup("predict")
-            tokenizer = datamodule.text_tokenizer
-        export_pretrained(
-            model, ckpt_path, output, tokenizer=tokenizer, max_shard_size=max_shard_size, weights_only=weights_only
-        )
+            options["tokenizer"] = datamodule.text_tokenizer
+        export_pretrained(model, ckpt_path, output, **options)
 
     def teacher_topk(
         self,
@@ -104,17 +102,6 @@ class _Trainer(L.Trainer):
             prepare_frozen(model.model, device), datamodule, output, top_k=top_k, temperature=temperature,
             num_samples=num_samples, proposal_temperature=proposal_temperature, dtype=dtype,
         )  # fmt: skip
-
-
-class Summary(LigerMonitor):
-    """Measures trainings whose settings have no monitor. Of a class of its own, as checkpoints hold one state of each.
-
-    Args:
-        skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
-    """
-
-    def __init__(self, skip_steps: int = 2) -> None:
-        super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
 
 
 class _Guard(L.Callback):
@@ -172,18 +159,10 @@ class LigerCLI(LightningCLI):
         named = {name: skip for name, skip in self.subcommands().items() if name == first}
         if named:  # each parser takes a second
             self.subcommands = lambda: named  # type: ignore[method-assign]
-        super().__init__(
-            L.LightningModule,
-            L.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            trainer_class=self.trainer_type,
-            seed_everything_default=42,
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"exit_on_error": False, **{name: _described(name) for name in self.subcommands()}},
-            args=args,
-            **kwargs,
-        )
+        kwargs |= {"trainer_class": self.trainer_type, "subclass_mode_model": True, "subclass_mode_data": True}
+        kwargs |= {"seed_everything_default": 42, "save_config_kwargs": {"overwrite": True}}
+        kwargs["parser_kwargs"] = {"exit_on_error": False, **{name: _described(name) for name in self.subcommands()}}
+        super().__init__(L.LightningModule, L.LightningDataModule, args=args, **kwargs)
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -261,7 +240,7 @@ def _check_checkpoint(config: Namespace) -> None:
     if (path := config.get("ckpt_path")) is None:
         return
     path = str(path)
-    if path in _CHECKPOINTS_BY_NAME or path.startswith("registry") or "://" in path:
+    if path in ("best", "last", "hpc") or path.startswith("registry") or "://" in path:  # which Lightning looks for
         return
     if not path or not Path(path).exists():
         raise wrong_value("ckpt_path", "the path of a checkpoint that exists", path)
@@ -290,13 +269,11 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
 
 def _check_engine(trainer: Namespace) -> None:
     """Refuses a strategy and an accelerator that are not there, before anything is made."""
-    names = ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(trainer.strategy, str) and trainer.strategy not in names:
+    names, strategy = ["auto", *StrategyRegistry.available_strategies()], trainer.strategy
+    if isinstance(strategy, str) and strategy not in names:
         ours = ", ".join(name for name in names if name.startswith("liger"))
         expected = f"auto, one of {ours}, or a name or class of Lightning"
-        raise ValueError(
-            f"trainer.strategy must be {expected}, got {trainer.strategy!r}{closest(trainer.strategy, names)}"
-        )
+        raise ValueError(f"trainer.strategy must be {expected}, got {strategy!r}{closest(strategy, names)}")
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available() and not MPSAccelerator.is_available():
         raise ValueError(
             f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "

@@ -8,6 +8,7 @@ import importlib
 import json as json_module
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -22,26 +23,24 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typing_extensions import override
 
 from liger_ops.arguments import check_integer, check_number, check_path, wrong_value
-from lightning_liger import strategies
 from lightning_liger.cli.messages import PROGRAM, end, message_of
 from lightning_liger.cli.training import LigerCLI
 from lightning_liger.monitor import LigerMonitor
+from lightning_liger.strategies.trainer import TrainerStrategy
 
 _WORKER = (sys.executable, "-m", "lightning_liger.commands.bench")
-_NO_OUTPUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "fast_dev_run")
-_SETTINGS = (
-    *("--ckpt_path=null", "--trainer.profiler=null", *(f"--trainer.{name}=false" for name in _NO_OUTPUT)),
-    *("--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0", "--trainer.val_check_interval=null"),
-    *("--trainer.max_epochs=-1", "--trainer.max_time=null"),
-)
+_OF_TRAINER = """
+logger=false enable_checkpointing=false enable_progress_bar=false enable_model_summary=false fast_dev_run=false
+profiler=null limit_val_batches=0 num_sanity_val_steps=0 val_check_interval=null max_epochs=-1 max_time=null
+"""
+_SETTINGS = ("--ckpt_path=null", *(f"--trainer.{setting}" for setting in _OF_TRAINER.split()))
 """Options of ``fit`` that every arm has in place of the user's."""
 _KEPT_CALLBACKS = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
 """Callbacks of Lightning that change how a step trains. Those of users are all kept."""
-_OURS: Any = tuple(getattr(strategies, name) for name in strategies.__all__ if name.startswith("Liger"))
 _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 """Relative, of losses: four roundings in the dtype of the precision, since errors grow from step to step."""
 _COLUMNS = {
@@ -91,13 +90,12 @@ def run_bench(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"output must be a folder, or a new one, got {output!r}: {error.strerror}") from error
+    options = (*fit_options, f"--trainer.max_steps={warm_up + steps}", f"--trainer.default_root_dir={folder}")
     rows = []
     for arm in chosen:
         print(f"{arm['name']}: {warm_up} + {steps} steps ...", file=sys.stderr, flush=True)
-        options = (*fit_options, f"--trainer.max_steps={warm_up + steps}", f"--trainer.default_root_dir={folder}")
         rows.append({"arm": arm["name"], **measure({**arm, "warm_up": warm_up}, options, folder, time_limit)})
     agreement, agrees = compare_losses(rows)
-    status = int(not agrees or any(row["status"] == "failed" for row in rows))
     report = {"command": fit_options, "steps": steps, "warm_up": warm_up, "losses_agree": agrees, "arms": rows}
     text = json_module.dumps(report, indent=2)
     (folder / "bench.json").write_text(text + "\n", encoding="utf-8")
@@ -105,7 +103,7 @@ def run_bench(
         print(text)
     else:
         _print(rows, f"{agreement}\nLogs and numbers: {folder}/".strip())
-    return status
+    return int(not agrees or any(row["status"] == "failed" for row in rows))
 
 
 def _parse_arms(arms: str, memory_budget: str) -> list[dict[str, Any]]:
@@ -114,30 +112,26 @@ def _parse_arms(arms: str, memory_budget: str) -> list[dict[str, Any]]:
         raise wrong_value("arms", "'off', 'on' or 'off,on'", arms)
     found: list[dict[str, Any]] = [{"name": f"kernels {word}", "kernels": word == "on"} for word in words]
     for word in budgets:
-        budget = math.nan
+        budget: Any = word
         with contextlib.suppress(ValueError):
             budget = float(word)
-        if word != "auto" and not 0 < budget < math.inf:
+        if budget != "auto" and not (isinstance(budget, float) and 0 < budget < math.inf):
             raise wrong_value("memory_budget", "'auto' or positive numbers, separated by commas", memory_budget)
-        arm = {"name": f"budget {word}", "kernels": True, "memory_budget": word if word == "auto" else budget}
-        found.append(arm)
+        found.append({"name": f"budget {word}", "kernels": True, "memory_budget": budget})
     return found
 
 
 def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_limit: float) -> dict[str, Any]:
-    """Trains an arm in a new process, which starts those of further devices; the processes end before this returns.
-
-    Raises:
-        ValueError: If ``fit`` refuses its options, with what it said.
-    """
+    """Trains an arm in a new process, which starts those of further devices; the processes end before this returns."""
     result, log = (folder / f"{arm['name'].replace(' ', '_')}.{suffix}" for suffix in ("json", "log"))
     result.unlink(missing_ok=True)
     command = [*_WORKER, json_module.dumps({**arm, "output": str(result)}), "fit", *fit_options, *_SETTINGS]
-    options: Any = {"env": {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}  # of users' modules
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # of users' modules
     failure = ""
     with log.open("w", encoding="utf-8") as file:
-        options |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "start_new_session": True}
-        process = subprocess.Popen(command, **options)
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             process.wait(time_limit)
         except subprocess.TimeoutExpired:
@@ -151,17 +145,16 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
         raise ValueError(refusal[2].partition("\nOptions: ")[0])
     if result.exists() and not failure:
         return {"status": "ok", **json_module.loads(result.read_text(encoding="utf-8"))}
-    for line in [] if failure else said.splitlines():
-        if "out of memory" in line.lower() or line.startswith("MemoryError"):
-            return {"status": "out of memory", "error": line[:300]}
+    of_memory = re.search(r"^(.*out of memory|MemoryError).*", said, flags=re.IGNORECASE | re.MULTILINE)
+    if of_memory and not failure:
+        return {"status": "out of memory", "error": of_memory[0][:300]}
     return {"status": "failed", "error": failure or said.rpartition("\n")[2][:300]}
 
 
 def compare_losses(rows: Sequence[dict[str, Any]]) -> tuple[str, bool]:
     """A sentence on the losses of the arms, and whether they agree within the tolerance of the precision.
 
-    They are those of the step where the first arm's loss is lowest: the last ones, unless the training diverges, in
-    which rounding errors grow.
+    They are those of the first arm's lowest loss: of the last step, unless the training diverges and errors grow.
     """
     measured = [row for row in rows if row.get("losses")]
     if len(measured) < 2:
@@ -181,9 +174,8 @@ def _print(rows: Sequence[dict[str, Any]], more: str) -> None:
     console.width = max(console.width, 80)  # narrower tables would lose digits
     measured = [row for row in rows if row["status"] == "ok"]
     title = "{processes} x {device}, {precision}, medians" if measured else "No arm was measured"
-    table = Table("arm", title=title.format_map(measured[0] if measured else {}), title_justify="left")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
+    title = title.format_map(measured[0] if measured else {})
+    table = Table("arm", *(Column(name, justify="right") for name in _COLUMNS), title=title, title_justify="left")
     for row in rows:
         cells = [f"[red]{row['status']}[/red]"]
         if row in measured:
@@ -211,22 +203,23 @@ class _ArmCLI(LigerCLI):
         super().before_instantiate_classes()
         trainer = self.config["fit"].trainer
         given = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
-        trainer.callbacks = [each for each in given if each is not None and _changes_training(each)]
-        ours = [each for each in given if each is not None and each.class_path.endswith(".LigerCallback")]
+        given = [each for each in given if each is not None]
+        trainer.callbacks = [each for each in given if _changes_training(each)]
         if changed := _with_class(trainer.strategy):
             trainer.strategy = changed
         else:  # a strategy of others, whose kernels come with a callback
-            changed = ours[0] if ours else Namespace(class_path="lightning_liger.LigerCallback", init_args=Namespace())
+            new = Namespace(class_path="lightning_liger.LigerCallback", init_args=Namespace())
+            changed = next((each for each in given if each.class_path.endswith(".LigerCallback")), new)
             trainer.callbacks.append(changed)
+        options = changed.init_args
         if not self.arm["kernels"]:
-            changed.init_args.kernels, changed.init_args.memory_budget = "none", None
+            options.kernels, options.memory_budget = "none", None
         elif (budget := self.arm.get("memory_budget")) is not None:
-            changed.init_args.memory_budget, changed.init_args.activation_checkpointing = budget, None
-            if changed.init_args.get("activation_checkpointing_policy") is not None:
-                changed.init_args.activation_checkpointing_policy = None
+            options.memory_budget, options.activation_checkpointing = budget, None
+            if "activation_checkpointing_policy" in options:
+                options.activation_checkpointing_policy = None
 
     def after_fit(self) -> None:
-        """Writes what was measured."""
         trainer, points, results = self.trainer, self.monitor.points, self.monitor.results
         seconds = [point["step_seconds"] for point in points if "step_seconds" in point]
         if not seconds:
@@ -261,7 +254,7 @@ def _with_class(strategy: Any) -> Namespace | None:
     else:
         module, _, name = strategy.class_path.rpartition(".")
         cls, options = getattr(importlib.import_module(module), name), strategy.get("init_args") or Namespace()
-    is_ours = issubclass(cls, _OURS)
+    is_ours = issubclass(cls, TrainerStrategy)
     return Namespace(class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=options) if is_ours else None
 
 

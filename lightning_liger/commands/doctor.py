@@ -113,16 +113,16 @@ def run(command: Sequence[str], end: float) -> tuple[list[dict[str, Any]], str]:
         return [], "interrupted"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # both packages are found
     seconds, failure = max(0.0, end - time.monotonic()), ""
+    done: Any
     try:
         done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
-        output = done.stdout
         if done.returncode < 0:
             failure = f"the process died: {signal.Signals(-done.returncode).name}"
         elif done.returncode > 0:
             failure = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300] or "no last words"
     except subprocess.TimeoutExpired as late:
-        output, failure = late.stdout or b"", "no result in time"
-    lines = output.splitlines(keepends=True)
+        done, failure = late, "no result in time"
+    lines = (done.stdout or b"").splitlines(keepends=True)
     return [json_module.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}\n")], failure
 
 
@@ -145,26 +145,25 @@ def packages(first: int) -> Iterator[Check]:
     installed = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}
     for extra, each in sorted(needed, key=lambda package: bool(package[0]))[max(0, first - 1) :]:
         title, use = (f"{each.name} (optional)", f"; extra {extra}") if extra else (each.name, "")
-        hint = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install '{each.name}{each.specifier}'"
-        name = each.name.lower().replace("_", "-")
+        package, name = f"'{each.name}{each.specifier}'", each.name.lower().replace("_", "-")
         version, module = installed.get(name, ""), _MODULES.get(name, name.replace("-", "_"))
         row = partial(Check, "Packages", title)
         if not version or not each.specifier.contains(version, prereleases=True):
             detail = f"{version or 'not installed'}; needs {each.specifier or 'any version'}{use}"
+            hint = f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install {package}"
             yield row("wrong" if version else "missing", detail, hint, not extra)
-        else:
-            hint = f"pip install --force-reinstall --no-deps '{each.name}{each.specifier}'"
-            detail = f"{version}{use}{_DIED}"
-            yield row("wrong", detail, hint, not extra)
-            try:
-                importlib.import_module(module)
-                yield row("ok", f"{version}{use}")
-            except Exception as raised:  # whatever a broken package raises
-                walked = [frame.f_globals for frame, _ in traceback.walk_tb(raised.__traceback__)]
-                callers = [each.get("__name__", "").partition(".")[0] for each in reversed(walked)]
-                culprit = next((each for each in callers if each not in ("importlib", "__main__")), module)
-                hint = hint if culprit == module else f"{culprit} is at fault"
-                yield row("wrong", f"{detail}{_one_line(raised)}", hint, not extra)
+            continue
+        broken = partial(row, "wrong", hint=f"pip install --force-reinstall --no-deps {package}", is_broken=not extra)
+        yield broken(f"{version}{use}{_DIED}")
+        try:
+            importlib.import_module(module)
+            yield row("ok", f"{version}{use}")
+        except Exception as raised:  # whatever a broken package raises
+            walked = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(raised.__traceback__)]
+            callers = [caller.partition(".")[0] for caller in reversed(walked)]
+            culprit = next((caller for caller in callers if caller not in ("importlib", "__main__")), module)
+            found = broken(f"{version}{use}{_DIED}{_one_line(raised)}")
+            yield found if culprit == module else replace(found, hint=f"{culprit} is at fault")
 
 
 def machine() -> Iterator[Check]:
@@ -236,11 +235,10 @@ def machine() -> Iterator[Check]:
 
     cxx = shutil.which(os.environ.get("CXX", "c++"))
     tools = {"ninja": is_ninja_available(), "a C++ compiler": cxx, "nvcc": CUDA_HOME or not count}
-    if missing := [tool for tool, found in tools.items() if not found]:
-        hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version"
-        yield Check("Distributed", "DeepSpeed", "missing", f"its optimizers need {', '.join(missing)}", hint)
-    else:
-        yield Check("Distributed", "DeepSpeed", "ok", "its optimizers can be built")
+    missing = ", ".join(tool for tool, found in tools.items() if not found)
+    detail = f"its optimizers need {missing}" if missing else "its optimizers can be built"
+    hint = "install g++, ninja and the CUDA toolkit (nvcc) of torch's CUDA version" if missing else ""
+    yield Check("Distributed", "DeepSpeed", "missing" if missing else "ok", detail, hint)
 
 
 # Ops
@@ -263,8 +261,8 @@ def _check_part(part: str, end: float) -> Iterator[Check]:
             yield Check("Ops", "self-checks", "wrong", failure or "no result", "see the rows of packages", True)
             return
         names = rows[0]["ops"]
-        for op, results in itertools.groupby(rows[1:], lambda result: result["op"]):
-            yield _describe(str(op), list(results))
+        for op, results in itertools.groupby(rows[1:], lambda result: str(result["op"])):
+            yield _describe(op, list(results))
             names.remove(op)
         if time.monotonic() >= end:
             hint = "compiled kernels are cached: run it again"
@@ -295,6 +293,6 @@ if __name__ == "__main__":  # prints a line of JSON for each row
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # packages that print when they are imported
     name, first = sys.argv[1], int(sys.argv[2])
-    for check in packages(first) if name == "packages" else itertools.islice(machine(), first, None):
+    for check in packages(first) if name == "packages" else machine():
         print(json_module.dumps(asdict(check)), file=lines, flush=True)
     os._exit(0)  # some packages take long to shut down

@@ -26,18 +26,22 @@ def run_init(story: str | None = None, *, output: str | None = None) -> int:
     """
     found = stories()
     if story is None:
-        _print_list(found)
+        width = 2 + max(map(len, found))
+        wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * (2 + width))
+        print("Stories:")
+        for name in sorted(found):
+            wrapper.initial_indent = f"  {name:{width}}"
+            print(wrapper.fill(found[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")))
+        print(f"\nWrite one: {PROGRAM} init STORY [--output FILE]")
         return 0
     if story not in found:
         raise ValueError(f"story must be one that `{PROGRAM} init` lists, got {story!r}{closest(story, found)}")
-    if output is not None:
-        check_output(output)
-    path = Path(f"{story}.yaml" if output is None else output)
-    written = write_story(found[story], path)
+    output = f"{story}.yaml" if output is None else output
+    written, path = write_story(found[story], output), Path(output)
     folders = collections.Counter(file.parent for file in written)
     names = dict.fromkeys(file if folders[file.parent] < 5 else file.parent for file in written if file != path)
-    for name in (path, *names):
-        print(f"wrote {name}" + (f" ({folders[name]} files)" if name in folders and name != path else ""))
+    for each in (path, *names):
+        print(f"wrote {each}" + (f" ({folders[each]} files)" if each in folders and each != path else ""))
     print(f"\nNext: {PROGRAM} fit --config {path}")
     return 0
 
@@ -48,49 +52,25 @@ def stories() -> dict[str, Path]:
     return {path.stem: path for path in sorted(paths)}
 
 
-def _print_list(found: dict[str, Path]) -> None:
-    width = 2 + max(map(len, found))
-    columns = shutil.get_terminal_size().columns
-    lines = [
-        textwrap.fill(
-            first_line(found[name]), columns, initial_indent=f"  {name:{width}}", subsequent_indent=" " * (2 + width)
-        )
-        for name in sorted(found)
-    ]
-    print("Stories:", *lines, f"\nWrite one: {PROGRAM} init STORY [--output FILE]", sep="\n")
-
-
-def first_line(path: Path) -> str:
-    """The first comment of a yaml file."""
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-
-
-def write_story(story: Path, output: Path) -> list[Path]:
+def write_story(story: Path, output: str) -> list[Path]:
     """Writes the yaml ``story`` to ``output``, and the files of ``examples/`` that it names next to it.
 
-    Returns:
-        The files written. Data that is there already with the same contents is left as it is.
-
-    Raises:
-        FileExistsError: If ``output`` is there already, or data with other contents.
-        FileNotFoundError: If the folder of ``output`` does not exist.
-        OSError: If a file cannot be written; then none is.
-        ValueError: If ``output`` names no yaml file, or is in another folder and the story has Python code.
+    Returns the files written. Data that is there already with the same contents is left as it is.
     """
-    if output.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"output must be the name of a yaml file, got {str(output)!r}")
     check_output(output)
+    file, folder = Path(output), Path(output).parent
+    if file.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"output must be the name of a yaml file, got {output!r}")
     text = story.read_text(encoding="utf-8")
-    if _MODULE.search(text) and output.parent.resolve() != Path.cwd():
-        raise ValueError(f"output must be in this folder, whose Python code the yaml names, got {str(output)!r}")
-    files = {output: _moved(text, output.parent, {story.relative_to(EXAMPLES).as_posix(): output}).encode()}
+    if _MODULE.search(text) and folder.resolve() != Path.cwd():
+        raise ValueError(f"output must be in this folder, whose Python code the yaml names, got {output!r}")
+    files = {file: _moved(text, folder, {story.relative_to(EXAMPLES).as_posix(): file}).encode()}
     for source in sorted(_named_files(text, seen={story})):
-        content = source.read_bytes()
-        if source.suffix in (".py", ".yaml"):
-            content = _moved(content.decode(), output.parent, {}).encode()
-        files[output.parent / source.relative_to(EXAMPLES)] = content
+        is_text = source.suffix in (".py", ".yaml")
+        content = _moved(source.read_text(encoding="utf-8"), folder, {}).encode() if is_text else source.read_bytes()
+        files[folder / source.relative_to(EXAMPLES)] = content
     for path, content in files.items():
-        if path.exists() and (path == output or not path.is_file() or path.read_bytes() != content):
+        if path.exists() and (path == file or not path.is_file() or path.read_bytes() != content):
             raise FileExistsError(f"{str(path)!r} exists already: delete it, or choose another --output")
     missing = {path: content for path, content in files.items() if not path.exists()}
     write_files(missing)
@@ -99,11 +79,8 @@ def write_story(story: Path, output: Path) -> list[Path]:
 
 def _moved(text: str, folder: Path, renamed: dict[str, Path]) -> str:
     """``text`` with names of files in ``examples/`` as names in ``folder``."""
-
-    def path(match: re.Match[str]) -> str:
-        return str(renamed.get(match[1]) or folder / match[1])
-
-    return _MODULE.sub(r"\1", _PATH.sub(path, text))
+    text = _PATH.sub(lambda name: str(renamed.get(name[1]) or folder / name[1]), text)
+    return _MODULE.sub(r"\1", text)
 
 
 def _named_files(text: str, seen: set[Path]) -> set[Path]:

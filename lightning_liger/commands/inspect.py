@@ -1,12 +1,13 @@
 """``lightning-liger inspect``: what is replaced in a model, the memory of training it, and what fits a GPU."""
 
+import itertools
 import json as json_format
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_liger.estimate.memory import OURS, Inspection, inspect_model
 from lightning_liger.estimate.states import STRATEGIES, OptimizerName, PrecisionName, StrategyName
@@ -85,8 +86,8 @@ def show(found: Inspection, console: Console) -> None:
         texts.append(f"Logits and loss take at most: {sizes}.")
     else:
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in found.state_bytes.items())
-        texts.append(f"GiB of each GPU: {parts}. Activations and logits are unknown: the forward of {found.model_type}")
-        texts[-1] += f" does not run on the meta device ({found.unknown})."
+        reason = f"the forward of {found.model_type} does not run on the meta device ({found.unknown})"
+        texts.append(f"GiB of each GPU: {parts}. Activations and logits are unknown: {reason}.")
     budget = settings.memory_budget
     name = f"plan of memory_budget={budget if isinstance(budget, str) else f'{budget:g}'}" if budget else ""
     plan = next((row for row in found.rows if row.plan), None)
@@ -96,8 +97,7 @@ def show(found: Inspection, console: Console) -> None:
     for text in texts:
         console.print(text, highlight=False, markup=False)
     if found.fits and found.gpu is not None and found.limit_bytes is not None:
-        table = _table(f"What fits {found.gpu.name}: {_gib(found.limit_bytes)} GiB of tensors")
-        table.add_column("Layers")
+        table = _table(f"What fits {found.gpu.name}: {_gib(found.limit_bytes)} GiB of tensors", "Layers")
         table.add_column(f"Longest seq_len\n(batch_size {settings.batch_size})", justify="right")
         table.add_column(f"Largest batch_size\n(seq_len {settings.seq_len})", justify="right")
         for fit in found.fits:
@@ -109,27 +109,23 @@ def show(found: Inspection, console: Console) -> None:
 
 
 def _memory(found: Inspection) -> Table:
-    table = _table("GiB of each GPU at the peak of a step")
-    table.add_column("Layers", no_wrap=True)
-    for name in _COLUMNS:
-        table.add_column(name.capitalize(), justify="right", no_wrap=True)
-    table.add_column("Total", justify="right", style="bold", no_wrap=True)
+    sizes = [Column(name.capitalize(), justify="right", no_wrap=True) for name in _COLUMNS]
+    total = Column("Total", justify="right", style="bold", no_wrap=True)
+    table = _table("GiB of each GPU at the peak of a step", Column("Layers", no_wrap=True), *sizes, total)
     if found.limit_bytes is not None:
         table.add_column("Fits")
-    before = None
-    for row in found.rows:
-        if row.implementation != before:
-            table.add_row(f"[bold]{row.implementation}[/bold]")
-            before = row.implementation
-        sizes = [_gib(row.num_bytes[name]) for name in _COLUMNS]
-        fits = {None: None, True: "yes", False: "[red]no[/red]"}[row.fits]
-        table.add_row(f"  {row.activations}", *sizes, _gib(row.total), fits)
+    for implementation, rows in itertools.groupby(found.rows, lambda row: row.implementation):
+        table.add_row(f"[bold]{implementation}[/bold]")
+        for row in rows:
+            fits = {None: None, True: "yes", False: "[red]no[/red]"}[row.fits]
+            numbers = (_gib(size) for size in (*(row.num_bytes[name] for name in _COLUMNS), row.total))
+            table.add_row(f"  {row.activations}", *numbers, fits)
     return table
 
 
-def _table(title: str) -> Table:
+def _table(title: str, *columns: Column | str) -> Table:
     style: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    return Table(title=title, title_justify="left", title_style="bold", **style)
+    return Table(*columns, title=title, title_justify="left", title_style="bold", **style)
 
 
 def _gib(num_bytes: int) -> str:

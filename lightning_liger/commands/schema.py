@@ -10,7 +10,7 @@ import importlib
 import inspect
 import json
 import types
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -65,10 +65,8 @@ def make_schema() -> dict[str, Any]:
     for subcommand, skipped in LigerCLI.subcommands().items():
         # Some need what others may leave out, such as ckpt_path.
         found = schema.options(LigerCLI.trainer_type, subcommand, skipped) | found
-    found["seed_everything"] = {
-        **schema.of_type(bool | int),
-        "description": "Seed of all random numbers; true draws one.",
-    }
+    seed = schema.of_type(bool | int)
+    found["seed_everything"] = {**seed, "description": "Seed of all random numbers; true draws one."}
     found |= {"trainer": _object(schema.options(L.Trainer)), "summary": _object(schema.options(Summary))}
     found |= {name: schema.of_type(base | None) for name, base in _BASES.items()}
     return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}
@@ -92,8 +90,9 @@ class _Schema:
             for text in map(inspect.getdoc, (vars(base).get(method), base)):
                 texts |= {each.arg_name: each.description for each in docstring_parser.parse(text or "").params}
         found: dict[str, Any] = {}
+        further = texts.get("**kwargs") or ""
         for name, default in defaults.items():
-            hint, text = hints.get(name, Any), texts.get(name)
+            hint, text = hints.get(name, Any), texts.get(name) or (further if f"``{name}``" in further else None)
             # Without `| None` in the signature, as in some of Lightning, None is written to yaml files too.
             found[name] = self.of_type(hint | None if default is None else hint)
             found[name] |= {"description": " ".join(plain(text).split())} if text else {}
@@ -110,7 +109,7 @@ class _Schema:
         if origin in (Union, types.UnionType):
             options = [self.of_type(arg) for arg in args]
             return {} if {} in options else {"anyOf": options}
-        if not inspect.isclass(origin) or origin is Any:
+        if not inspect.isclass(origin) or origin in (Any, object):
             return {}
         if dataclasses.is_dataclass(origin):
             return _object(self.options(origin))
@@ -121,17 +120,13 @@ class _Schema:
         if issubclass(origin, collections.abc.Iterable) and args:
             is_list = issubclass(origin, collections.abc.Sequence) and origin is not tuple
             return {"type": "array", "items": self.of_type(args[0]) if is_list else {}}
-        return self._of_subclasses(origin)
+        known = {cls: path for cls, path in self._paths.items() if issubclass(cls, origin)}
+        return self._reference(f"any_{origin.__name__}", self._any_of, known) if known else {}
 
-    def _of_subclasses(self, base: type) -> dict[str, Any]:
-        """A reference to the schema of all known subclasses of ``base``; an empty one if none is known."""
-        known = {cls: path for cls, path in self._paths.items() if issubclass(cls, base)} if base is not object else {}
-        if not known:
-            return {}
-        name = f"any_{base.__name__}"
+    def _reference(self, name: str, make: Callable[..., dict[str, Any]], of: Any) -> dict[str, Any]:
         if name not in self.definitions:
             self.definitions[name] = {}  # classes may refer to their own base
-            self.definitions[name] = self._any_of(known)
+            self.definitions[name] = make(of)
         return {"$ref": f"#/definitions/{name}"}
 
     def _any_of(self, known: dict[type, str]) -> dict[str, Any]:
@@ -139,12 +134,9 @@ class _Schema:
         rules: list[dict[str, Any]] = []
         for cls, path in known.items():
             names = list(dict.fromkeys((path, cls.__name__, f"{cls.__module__}.{cls.__qualname__}")))
-            if path not in self.definitions:
-                self.definitions[path] = {}
-                self.definitions[path] = self._of_class(cls)
             paths += names
             condition = {"required": ["class_path"], "properties": {"class_path": {"enum": names}}}
-            then = {"properties": {"init_args": {"$ref": f"#/definitions/{path}"}}}
+            then = {"properties": {"init_args": self._reference(path, self._of_class, cls)}}
             rules.append({"if": condition, "then": then})
         other = {"type": "string", "not": {"pattern": "^lightning_liger\\."}}
         properties: dict[str, Any] = {"class_path": {"anyOf": [{"enum": paths}, other]}}

@@ -7,12 +7,7 @@ from pathlib import Path
 
 
 def check_output(output: str | Path) -> None:
-    """Raises unless ``output`` names a file, new or not, in a folder that exists.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist.
-        ValueError: If it is empty, or a folder.
-    """
+    """Raises unless ``output`` names a file, new or not, in a folder that exists."""
     if not str(output) or Path(output).is_dir():
         raise ValueError(f"output must be the name of a file, got {str(output)!r}")
     if not Path(output).parent.is_dir():
@@ -20,30 +15,25 @@ def check_output(output: str | Path) -> None:
 
 
 def write_files(files: Mapping[Path, bytes]) -> None:
-    """Writes files and the folders that they need: all contents next to the files, which they replace at the end.
-
-    Raises:
-        OSError: Naming the file that could not be written; what was there before is as it was.
-    """
+    """Writes files and the folders that they need: all contents next to the files, which they replace at the end."""
     parts: dict[Path, Path] = {}
-    folders: list[Path] = []
-    try:
-        for path, content in files.items():
-            if path.exists() and not path.is_file():  # a pipe or a device, which nothing may replace
-                path.write_bytes(content)
-                continue
-            folders += [folder for folder in path.parents if not folder.exists()]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            target = path.resolve()  # a link stays one
-            part = target.with_name(f"{target.name}.part")
-            parts[part] = target
-            part.write_bytes(content)
-        for part, path in parts.items():
-            os.replace(part, path)
-    except OSError as error:
-        for part in parts:
-            part.unlink(missing_ok=True)
-        for folder in sorted(folders, key=lambda each: len(each.parts), reverse=True):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise OSError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+    with contextlib.ExitStack() as undo:
+        try:
+            for path, content in files.items():
+                if path.exists() and not path.is_file():  # a pipe or a device, which nothing may replace
+                    path.write_bytes(content)
+                    continue
+                for folder in reversed([folder for folder in path.parents if not folder.exists()]):
+                    folder.mkdir()
+                    undo.callback(folder.rmdir)
+                path.parent.mkdir(exist_ok=True)  # which may be a file
+                target = path.resolve()  # a link stays one
+                part = target.with_name(f"{target.name}.part")
+                parts[part] = target
+                undo.callback(part.unlink, missing_ok=True)
+                part.write_bytes(content)
+            for part, path in parts.items():
+                os.replace(part, path)
+            undo.pop_all()
+        except OSError as error:
+            raise OSError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error

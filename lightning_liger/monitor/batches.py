@@ -13,8 +13,8 @@ from lightning_liger.monitor.flops import num_pairs
 
 LENGTH_EDGES = (1, 2, *(edge for power in range(1, 24) for edge in (3 * 2 ** (power - 1), 2 ** (power + 1))))
 """The largest length of each class of the histogram: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
-NUM_SUMS = 5
-"""How many numbers a :class:`BatchCounter` begins with: rows, tokens, padding, labels, ignored labels."""
+COUNTED = ("rows", "tokens", "padding", "labels", "ignored")
+"""The numbers that a :class:`BatchCounter` begins with; ``ignored`` are labels."""
 _MAX_PENDING = 2**20
 """Tokens whose labels and masks are kept before they are counted: 24 MB at most."""
 _LABELS = (("labels", IGNORE_INDEX), ("shift_labels", IGNORE_INDEX), ("completion_mask", 0))
@@ -34,15 +34,14 @@ class Part(NamedTuple):
     num_labels: int = 0
     """With those of prompts, which ``labels`` may leave out."""
     no_loss: int = IGNORE_INDEX
-    """The label of tokens that have no loss."""
+    """The label of tokens without a loss."""
 
 
 def contents_of(batch: Any) -> tuple[int, list[Part]]:
     """The number of rows of a batch, 0 if it cannot be told, and its parts with tokens; only shapes are looked at.
 
-    A part is ``input_ids``, also with a prefix such as ``chosen_``, ``rejected_`` or ``KL_`` (but not ``teacher_``,
-    which another model reads), ``prompt_ids`` with ``completion_ids``, or ``inputs_embeds``. A dict or list of batches,
-    as ``CombinedLoader`` makes, has the parts of all of them.
+    A part is ``input_ids``, also with a prefix such as ``chosen_`` (but not ``teacher_``, which another model reads),
+    ``prompt_ids`` with ``completion_ids``, or ``inputs_embeds``. Nested batches have the parts of all of them.
     """
     if parts := _parts_of(batch):
         return sum(part.shape[0] if len(part.shape) > 1 else 1 for part in parts), parts
@@ -52,59 +51,47 @@ def contents_of(batch: Any) -> tuple[int, list[Part]]:
 
 def _parts_of(batch: Any) -> list[Part]:
     if _is_mapping(batch):
-        names = [name for name in batch.keys() if isinstance(name, str) and name.endswith("input_ids")]  # noqa: SIM118
-        ids = [name for name in names if not name.startswith("teacher_") and isinstance(batch[name], Tensor)]
-        if ids:
-            return [_part(batch, name.removesuffix("input_ids"), tuple(batch[name].shape)) for name in ids]
-        embeddings = batch.get("inputs_embeds")
-        if isinstance(embeddings, Tensor) and embeddings.ndim > 1:
-            return [_part(batch, "", tuple(embeddings.shape[:-1]))]
-        prompts, completions = batch.get("prompt_ids"), batch.get("completion_ids")
-        if isinstance(prompts, Tensor) and isinstance(completions, Tensor):
-            return [_prompts_with_completions(batch, prompts, completions)]
+        tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
+        names = [name for name in tensors if name.endswith("input_ids") and not name.startswith("teacher_")]
+        if names:
+            return [_part(tensors, name.removesuffix("input_ids"), tensors[name].shape) for name in names]
+        if "inputs_embeds" in tensors and tensors["inputs_embeds"].ndim > 1:
+            return [_part(tensors, "", tensors["inputs_embeds"].shape[:-1])]
+        if {"prompt_ids", "completion_ids"} <= tensors.keys():
+            return [_prompts_with_completions(tensors)]
         batch = list(batch.values())
-    if not isinstance(batch, list | tuple):
-        return []
-    return [part for each in batch if isinstance(each, list | tuple) or _is_mapping(each) for part in _parts_of(each)]
+    return [part for each in batch for part in _parts_of(each)] if isinstance(batch, list | tuple) else []
 
 
 def _is_mapping(batch: Any) -> bool:
     return isinstance(batch, Mapping) or (hasattr(batch, "get") and hasattr(batch, "keys"))
 
 
-def _part(batch: Mapping[str, Any], prefix: str, shape: tuple[int, ...]) -> Part:
-    def of_tokens(name: str) -> Tensor | None:
-        value = batch.get(prefix + name)
-        return value if isinstance(value, Tensor) and value.shape == shape else None
-
-    mask, positions = of_tokens("attention_mask"), of_tokens("position_ids")
-    masks = () if mask is None else (mask,)
+def _part(tensors: dict[str, Tensor], prefix: str, shape: tuple[int, ...]) -> Part:
+    of_tokens = {name: value for name, value in tensors.items() if value.shape == shape}
+    masks = (of_tokens[f"{prefix}attention_mask"],) if f"{prefix}attention_mask" in of_tokens else ()
+    part = Part(shape, masks, of_tokens.get(f"{prefix}position_ids"))
     for name, no_loss in _LABELS:
-        labels = batch.get(prefix + name)
-        if isinstance(labels, Tensor) and not labels.is_floating_point():
-            return Part(shape, masks, positions, labels, labels.numel(), no_loss)
-    return Part(shape, masks, positions)
+        labels = tensors.get(prefix + name)
+        if labels is not None and not labels.is_floating_point():
+            return part._replace(labels=labels, num_labels=labels.numel(), no_loss=no_loss)
+    return part
 
 
-def _prompts_with_completions(batch: Mapping[str, Any], prompts: Tensor, completions: Tensor) -> Part:
+def _prompts_with_completions(tensors: Any) -> Part:
     """Prompts, each followed by its completion."""
-    shape = (*completions.shape[:-1], prompts.shape[-1] + completions.shape[-1])
-    masks = batch.get("prompt_mask"), batch.get("completion_mask")
-    pairs = zip(masks, (prompts, completions), strict=True)
-    if not all(isinstance(mask, Tensor) and mask.shape == ids.shape for mask, ids in pairs):
+    ids, masks = ([tensors.get(f"{of}_{name}") for of in ("prompt", "completion")] for name in ("ids", "mask"))
+    shape = (*ids[1].shape[:-1], ids[0].shape[-1] + ids[1].shape[-1])
+    if [mask.shape for mask in masks if mask is not None] != [each.shape for each in ids]:
         return Part(shape)
-    return Part(shape, masks, None, masks[1], math.prod(shape), no_loss=0)  # type: ignore[arg-type]
+    return Part(shape, tuple(masks), None, masks[1], math.prod(shape), no_loss=0)
 
 
 class BatchCounter:
-    """Counts what is in the batches of this process.
+    """Counts what is in the batches of this process, on a device.
 
-    Its numbers are those of :data:`NUM_SUMS`; the pairs of a token and one that it attends to, for each window; and how
-    many sequences have a length in each class of :data:`LENGTH_EDGES`.
-
-    Args:
-        device: Where numbers are counted.
-        windows: The widths of attention for which pairs are counted, None for any width.
+    Its numbers are those of :data:`COUNTED`; the pairs of a token and one that it attends to, for each window (None is
+    any width); and how many sequences have a length in each class of :data:`LENGTH_EDGES`.
     """
 
     def __init__(self, device: torch.device, windows: Sequence[int | None] = ()) -> None:
@@ -123,11 +110,10 @@ class BatchCounter:
         if self._num_pending >= _MAX_PENDING:
             self._count_pending()
 
-    def take(self) -> Tensor:
-        """The numbers since the last call, in int64 on the device."""
+    def take(self) -> Any:
+        """The numbers since the last call, a tensor in int64 on the device."""
         self._count_pending()
         sums, self._sums = self._sums, 0
-        assert isinstance(sums, Tensor)
         return sums
 
     @torch.no_grad()
@@ -172,12 +158,7 @@ class BatchCounter:
 
 
 def _document_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """The lengths of documents, and zeros: a document starts where the position does not increase by one.
-
-    Args:
-        positions: Those of all tokens, one row after the other.
-        mask: False for tokens that are not counted.
-    """
+    """The lengths of documents, and zeros: a document starts where the position does not increase by one."""
     number = F.pad(positions.diff() != 1, (1, 0)).cumsum(0)
     counts = torch.ones_like(number) if mask is None else mask.flatten().long()
     return torch.zeros_like(number).scatter_add_(0, number, counts)

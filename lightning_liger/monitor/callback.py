@@ -1,12 +1,12 @@
 """:class:`LigerMonitor`: speed, utilization, memory and data of a training."""
 
 import functools
+import math
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, cast
 
 import lightning as L
@@ -22,8 +22,8 @@ from typing_extensions import override
 from liger_ops.arguments import check_bool, check_integer, check_path
 from lightning_liger.hardware import find_gpu, measure_matmul_flops
 from lightning_liger.host_copy import HostCopy
-from lightning_liger.monitor.batches import LENGTH_EDGES, NUM_SUMS, BatchCounter, Part, contents_of
-from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak_memory, readable_bytes, share_of_each
+from lightning_liger.monitor.batches import COUNTED, LENGTH_EDGES, BatchCounter, Part, contents_of
+from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak_memory, readable_bytes
 from lightning_liger.monitor.flops import ModelFlops, model_flops
 from lightning_liger.monitor.gradients import gradient_norm, joined_norm
 from lightning_liger.monitor.page import page, short, table
@@ -32,37 +32,17 @@ _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
 _PATIENCE = 1.0
 """Seconds for which the numbers of a training that was interrupted may arrive."""
+_SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "tokens_per_second": ("tok/s", short),
+    "rows_per_second": ("rows/s", short),
+    "model_flops_utilization": ("MFU", "{:.1%}".format),
+}
+"""What the progress bar shows."""
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer-engine": torch.bfloat16}
 
 
-@dataclass
-class Totals:
-    """Sums over steps; of memory the most. Of a whole training also over resumed parts of it."""
-
-    rows: float = 0.0
-    tokens: float = 0.0
-    padding: float = 0.0
-    labels: float = 0.0
-    ignored: float = 0.0
-    steps: int = 0
-    timed_steps: int = 0
-    timed_tokens: float = 0.0
-    timed_rows: float = 0.0
-    seconds: float = 0.0
-    wait_seconds: float = 0.0
-    """Summed over ranks, and divided by their number."""
-    flops: float = 0.0
-    peak_memory: int = 0
-    reserved_memory: int = 0
-    lengths: list[float] = field(default_factory=lambda: [0.0] * len(LENGTH_EDGES))
-
-    def add(self, other: "Totals") -> None:
-        for name, value in asdict(other).items():
-            mine = getattr(self, name)
-            if name == "lengths":
-                self.lengths = [a + b for a, b in zip(mine, value, strict=True)]
-            else:
-                setattr(self, name, max(mine, value) if name.endswith("memory") else mine + value)
+Totals = defaultdict[str, float]
+"""Sums over steps, and the most of memory; for a whole training also over resumed parts of it. See ``_finish_lap``."""
 
 
 class _Lap(NamedTuple):
@@ -70,16 +50,12 @@ class _Lap(NamedTuple):
 
     step: int
     ends_step: bool
-    """Whether it is logged: others end for a checkpoint or at the end of the warm-up."""
+    """Whether it is logged: others end with the warm-up or for a checkpoint."""
     totals: Totals
     spans: Spans
     copied: HostCopy
     """Seconds of waiting for data and the numbers of :class:`BatchCounter`, added up over all ranks; then scalars."""
     scalars: list[str]
-    """The names of these: ``loss``, ``gradient_norm``."""
-
-    def has_arrived(self) -> bool:
-        return self.copied.has_arrived() and (not self.spans or self.spans[-1][1].has_arrived())
 
 
 class LigerMonitor(L.Callback):
@@ -135,7 +111,7 @@ class LigerMonitor(L.Callback):
         self.results: dict[str, float] = {}
         self.points: list[dict[str, float]] = []
         """What was logged, with ``step`` and, where there is one, ``loss``."""
-        self._totals = Totals()
+        self._totals = Totals(int)
         self._flops: ModelFlops | None = None
         self._peak_flops = 0.0
         self._shown: dict[str, str] = {}
@@ -152,21 +128,19 @@ class LigerMonitor(L.Callback):
         if stage != "fit" or not self._is_first:
             return
         self._flops = None
+        # Before the strategy wraps the module, after which shapes are not known.
+        after_configure_model(pl_module, functools.partial(self._count_flops, pl_module))
 
-        def count() -> None:  # before the strategy wraps the module, after which shapes are not known
-            if next(pl_module.parameters(), None) is not None:  # else it may make its model in its own setup
-                self._flops = model_flops(pl_module)
-
-        after_configure_model(pl_module, count)
+    def _count_flops(self, module: L.LightningModule) -> None:
+        if next(module.parameters(), None) is not None:  # else it may make its model in its own setup
+            self._flops = model_flops(module)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._counter, self.results = None, {}
-        if not self._is_first:
-            return
-        if trainer.strategy.root_device.type == "cuda":
+        if self._is_first and trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
-        if trainer.is_global_zero:
+        if self._is_first and trainer.is_global_zero:
             owners = (trainer.strategy, *cast(Any, trainer).callbacks)  # set outside of Trainer.__init__
             reports = (getattr(each, "patch_report", None) for each in owners)
             Console().print(next(filter(None, reports), "lightning-liger: no kernels were applied"))
@@ -177,15 +151,15 @@ class LigerMonitor(L.Callback):
             return
         device, untyped = trainer.strategy.root_device, cast(Any, trainer)  # Lightning sets some attributes elsewhere
         if trainer.global_step == 0:  # else it goes on
-            self._totals, self.points = Totals(), []
-        self._every = self.every_n_steps or untyped.log_every_n_steps or 1
-        if self.every_n_steps is None:
-            self._every = int(max(1, min(self._every, _planned_steps(trainer) / _MIN_POINTS)))
+            self._totals, self.points = Totals(int), []
+        steps = trainer.num_training_batches / trainer.accumulate_grad_batches * (trainer.max_epochs or 1)
+        planned = min((limit for limit in (trainer.max_steps, steps) if limit > 0), default=math.inf)
+        self._every = self.every_n_steps or max(1, int(min(untyped.log_every_n_steps or 1, planned / _MIN_POINTS)))
         self._clock = TrainingClock(device, self.skip_steps * trainer.accumulate_grad_batches)
         self._open.clear()
         self._last_step, self._num_steps, self._num_logged = trainer.global_step, 0, 0
         self._norms: dict[int, Tensor] = {}
-        self._batch: tuple[int, list[Part]] | None = None
+        self._batch: tuple[int, list[Part]] = 0, []
         self._is_interrupted = self._has_counts = False
         self._flops = self._flops or model_flops(pl_module)  # on all ranks, whose pairs are summed up
         self._device_name, self._peak_flops = _device(trainer)
@@ -200,9 +174,9 @@ class LigerMonitor(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         if self._counter is None:
             return
-        if not self._clock.is_running:
-            self._fetches.leave_out_last()
-            if self._has_counts and self._clock.ends_warm_up:
+        if self._clock.start is None:
+            self._fetches.seconds -= self._fetches.last
+            if self._has_counts and self._clock.skip_batches == 0:
                 self._close_lap(trainer)  # what was not timed is no part of the first lap
         self._clock.batch_starts()
         self._batch = contents_of(batch)  # now: steps may take something out of the batch
@@ -210,26 +184,23 @@ class LigerMonitor(L.Callback):
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         ends_lap = self._counter is not None and (self._num_steps + 1) % self._every == 0
-        if not ends_lap or not self.gradient_norm or _logs_norm(trainer):
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        model = trainer.strategy.model or pl_module
-        self._norms[id(optimizer)] = gradient_norm(model, parameters, trainer.strategy.root_device)
+        if ends_lap and self.gradient_norm and not _logs_norm(trainer):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            model = trainer.strategy.model or pl_module
+            self._norms[id(optimizer)] = gradient_norm(model, parameters, trainer.strategy.root_device)
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if self._counter is None:
             return
-        if self._batch is not None:
-            self._counter.add(*self._batch)
-            self._batch, self._has_counts = None, True
+        self._counter.add(*self._batch)
+        self._has_counts = True
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._num_steps += 1
             if self._num_steps % self._every == 0:
                 self._close_lap(trainer, _loss(trainer, outputs), ends_step=True)
-        while self._open and self._open[0].has_arrived():
-            self._finish_lap(trainer)
+        self._finish_arrived(trainer)
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -246,19 +217,20 @@ class LigerMonitor(L.Callback):
     def _close_lap(self, trainer: L.Trainer, loss: Tensor | None = None, ends_step: bool = False) -> None:
         """Starts to bring what was counted to the host; every rank does so after the same batch."""
         assert self._counter is not None
-        device = trainer.strategy.root_device
-        waited = torch.tensor([self._fetches.seconds], dtype=torch.float64).to(device, non_blocking=True)
+        options: Any = {"device": trainer.strategy.root_device, "dtype": torch.float64, "non_blocking": True}
+        waited = torch.tensor([self._fetches.seconds], dtype=torch.float64).to(**options)
         self._fetches.seconds = 0.0
         counted = torch.cat([waited, self._counter.take()])
         if trainer.world_size > 1:  # not by the strategy, whose barrier would wait for the device
             dist.all_reduce(counted)
-        scalars = {"loss": loss, "gradient_norm": self._norm(trainer) if ends_step else None}
-        numbers = {name: _number(value, device) for name, value in scalars.items() if value is not None}
+        given = {"loss": loss, "gradient_norm": self._norm(trainer) if ends_step else None}
+        scalars = {name: torch.as_tensor(value).detach() for name, value in given.items() if value is not None}
+        numbers = {name: value.to(**options).mean().view(1) for name, value in scalars.items()}
         peak, reserved = peak_memory(trainer.strategy)
-        totals = Totals(steps=self._num_steps - self._num_logged, peak_memory=peak, reserved_memory=reserved)
+        totals = Totals(int, steps=self._num_steps - self._num_logged, peak_memory=peak, reserved_memory=reserved)
+        spans = self._clock.lap()  # which the device has reached when the copy has arrived
         copied = HostCopy(torch.cat([counted, *numbers.values()]))  # one copy to the host, not several
-        lap = _Lap(trainer.global_step - 1, ends_step, totals, self._clock.lap(), copied, list(numbers))
-        self._open.append(lap)
+        self._open.append(_Lap(trainer.global_step - 1, ends_step, totals, spans, copied, list(numbers)))
         self._num_logged, self._has_counts = self._num_steps, False
 
     def _norm(self, trainer: L.Trainer) -> Any:
@@ -275,28 +247,38 @@ class LigerMonitor(L.Callback):
         """Reads the oldest open lap, adds it to the totals, and logs it."""
         lap = self._open.popleft()
         assert self._flops is not None
-        copied, totals = lap.copied.wait().tolist(), lap.totals
+        (waited, *copied), totals = lap.copied.wait().tolist(), lap.totals
         num_counts = len(copied) - len(lap.scalars)
-        waited, *counts = copied[:num_counts]
-        counts = [count * share_of_each(trainer) for count in counts]
-        totals.rows, totals.tokens, totals.padding, totals.labels, totals.ignored = counts[:NUM_SUMS]
-        pairs, totals.lengths = counts[NUM_SUMS : -len(LENGTH_EDGES)], counts[-len(LENGTH_EDGES) :]
-        totals.seconds = sum(end.seconds_since(start) for start, end in lap.spans)
-        if totals.seconds:
-            totals.timed_steps, totals.timed_tokens, totals.timed_rows = totals.steps, totals.tokens, totals.rows
-            totals.wait_seconds = waited / trainer.world_size
-            totals.flops = self._flops.of_pairs(totals.tokens, pairs)
-        self._totals.add(totals)
+        # Tensor- and context-parallel ranks count the same batches.
+        sampler = trainer.distributed_sampler_kwargs or {"num_replicas": trainer.world_size}
+        counts = [count * (sampler["num_replicas"] / trainer.world_size) for count in copied[:num_counts]]
+        totals |= zip(COUNTED, counts, strict=False)
+        pairs, lengths = counts[len(COUNTED) : -len(LENGTH_EDGES)], counts[-len(LENGTH_EDGES) :]
+        totals |= {f"length_{edge}": count for edge, count in zip(LENGTH_EDGES, lengths, strict=True)}
+        totals["seconds"] = sum(end.seconds_since(start) for start, end in lap.spans)
+        if totals["seconds"]:
+            totals |= {f"timed_{name}": totals[name] for name in ("steps", "tokens", "rows")}
+            totals["wait_seconds"] = waited / trainer.world_size  # of a rank
+            totals["flops"] = self._flops.of_pairs(totals["tokens"], pairs)
+        for name, value in totals.items():
+            before = self._totals[name]
+            self._totals[name] = max(before, value) if name.endswith("memory") else before + value
         if not lap.ends_step:
             return
         point = dict(zip(lap.scalars, copied[num_counts:], strict=True))
-        metrics = {**self._metrics(totals, trainer.world_size), "tokens": self._totals.tokens, **point}
+        metrics = {**self._metrics(totals, trainer.world_size), "tokens": self._totals["tokens"], **point}
         self.points.append({"step": lap.step, **metrics})
         metrics.pop("loss", None)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics({f"monitor/{name}": value for name, value in metrics.items()}, step=lap.step)
-            self._shown |= _shown(metrics)
+            for name, (title, text) in _SHOWN.items():
+                if name in metrics:
+                    self._shown[title] = text(metrics[name])
+
+    def _finish_arrived(self, trainer: L.Trainer) -> None:
+        while self._open and self._open[0].copied.has_arrived():
+            self._finish_lap(trainer)
 
     def _finish_all(self, trainer: L.Trainer) -> None:
         """Waits for all numbers so far."""
@@ -307,18 +289,18 @@ class LigerMonitor(L.Callback):
 
     def _metrics(self, totals: Totals, world_size: int) -> dict[str, float]:
         """The numbers of some laps by the names under which they are logged."""
-        unit, number = ("tokens", totals.timed_tokens) if totals.tokens else ("rows", totals.timed_rows)
-        flops = self._peak_flops if totals.tokens and totals.flops else 0
+        unit, seconds = "tokens" if totals["tokens"] else "rows", totals["seconds"]
+        flops = self._peak_flops if totals["tokens"] and totals["flops"] else 0
         shares = {  # numerator and denominator, without which a number is left out
-            f"{unit}_per_second": (number, totals.seconds),
-            f"{unit}_per_second_per_device": (number, totals.seconds * world_size),
-            "step_seconds": (totals.seconds, totals.timed_steps),
-            "model_flops_utilization": (totals.flops, totals.seconds * world_size * flops),
-            "data_wait_share": (min(totals.seconds, totals.wait_seconds), totals.seconds),
-            "memory_peak_gib": (totals.peak_memory, 2**30),
-            "memory_reserved_gib": (totals.reserved_memory, 2**30 if totals.reserved_memory else 0),
-            "padding_share": (totals.padding, totals.tokens),
-            "ignored_share": (totals.ignored, totals.labels),
+            f"{unit}_per_second": (totals[f"timed_{unit}"], seconds),
+            f"{unit}_per_second_per_device": (totals[f"timed_{unit}"], seconds * world_size),
+            "step_seconds": (seconds, totals["timed_steps"]),
+            "model_flops_utilization": (totals["flops"], seconds * world_size * flops),
+            "data_wait_share": (min(seconds, totals["wait_seconds"]), seconds),
+            "memory_peak_gib": (totals["peak_memory"], 2**30),
+            "memory_reserved_gib": (totals["reserved_memory"], 2**30 if totals["reserved_memory"] else 0),
+            "padding_share": (totals["padding"], totals["tokens"]),
+            "ignored_share": (totals["ignored"], totals["labels"]),
         }
         return {name: above / below for name, (above, below) in shares.items() if below}
 
@@ -327,11 +309,10 @@ class LigerMonitor(L.Callback):
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         folder = trainer.log_dir or trainer.default_root_dir  # asks rank 0, so on all ranks
-        if self._counter is None:  # there was nothing left to train
-            return
-        self._end(trainer, folder)
-        if not self._totals.tokens and self._totals.rows:
-            rank_zero_info("LigerMonitor: the batches have no input_ids, so rows are counted, not tokens.")
+        if self._counter is not None:  # else there was nothing left to train
+            self._end(trainer, folder)
+            if self._totals["rows"] and not self._totals["tokens"]:
+                rank_zero_info("LigerMonitor: the batches have no input_ids, so rows are counted, not tokens.")
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -343,26 +324,25 @@ class LigerMonitor(L.Callback):
                 self._close_lap(trainer)
             patience = time.monotonic() + _PATIENCE
             while self._open and time.monotonic() < patience:
-                if self._open[0].has_arrived():
-                    self._finish_lap(trainer)
+                self._finish_arrived(trainer)
         with _telling("could not end"):
-            loggers = trainer.loggers
-            folder = getattr(loggers[0], "log_dir", None) or loggers[0].save_dir if loggers else None
+            logger: Any = next(iter(trainer.loggers), None)
+            folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
             self._end(trainer, folder or trainer.default_root_dir)
 
     def _end(self, trainer: L.Trainer, folder: str) -> None:
         self._fetches.remove()
         vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
         totals, self._counter = self._totals, None
-        modules = trainer.lightning_module.modules()
-        counters = [vars(module)["fusion_counters"] for module in modules if "fusion_counters" in vars(module)]
+        owners = [vars(module) for module in trainer.lightning_module.modules()]
+        counters = [attributes["fusion_counters"] for attributes in owners if "fusion_counters" in attributes]
         avoided = torch.tensor(float(sum(each.bytes_avoided for each in counters)), dtype=torch.float64)
         if not self._is_interrupted:
             avoided = trainer.strategy.reduce(avoided.to(trainer.strategy.root_device), reduce_op="sum")
         self.results = {
-            **{name: getattr(totals, name) for name in ("steps", "tokens", "rows", "seconds")},
+            **{name: totals[name] for name in ("steps", "tokens", "rows", "seconds")},
             "processes": trainer.world_size,
-            "peak_memory_bytes": totals.peak_memory,
+            "peak_memory_bytes": totals["peak_memory"],
             "logits_bytes_avoided": float(avoided),
             "num_fused_losses": sum(each.num_losses for each in counters),
             "whole_logits": sum(each.num_materialized for each in counters),
@@ -370,8 +350,8 @@ class LigerMonitor(L.Callback):
             **self._metrics(totals, trainer.world_size),
         }
         self._rows = dict(self._make_rows(trainer))
-        fast_dev_run: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside of Trainer.__init__
-        if self.page is None or not trainer.is_global_zero or not totals.steps or fast_dev_run:
+        is_try = cast(Any, trainer).fast_dev_run  # set outside of Trainer.__init__
+        if self.page is None or not trainer.is_global_zero or not totals["steps"] or is_try:
             return
         title = f"{type(trainer.lightning_module).__name__}, {trainer.world_size} x {self._device_name}"
         path = str(self.page) if "://" in str(self.page) else os.path.join(folder, self.page)
@@ -379,7 +359,8 @@ class LigerMonitor(L.Callback):
             files = get_filesystem(path)
             files.makedirs(os.path.dirname(path), exist_ok=True)
             with files.open(path, "w", encoding="utf-8") as file:
-                file.write(page(title, self._rows, self.points, totals.lengths))
+                lengths = [totals[f"length_{edge}"] for edge in LENGTH_EDGES]
+                file.write(page(title, self._rows, self.points, lengths))
             self._rows["Page"] = path if "://" in path else os.path.relpath(path)
 
     @override
@@ -417,13 +398,10 @@ class LigerMonitor(L.Callback):
             yield "Tokens", f"{results['tokens']:,.0f}"
         if norms := [point["gradient_norm"] for point in self.points if "gradient_norm" in point]:
             yield "Gradient norm", f"{norms[-1]:.4g} at the end, {max(norms):.4g} at most"
+        of_peak = f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s"
         for name, title, text in (
             ("step_seconds", "Time of a step", "{:,.4g} s"),
-            (
-                "model_flops_utilization",
-                "Model FLOPs utilization",
-                f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s",
-            ),
+            ("model_flops_utilization", "Model FLOPs utilization", of_peak),
             ("data_wait_share", "Waiting for data", "{:.1%} of the time"),
             ("padding_share", "Padding", "{:.1%} of the tokens"),
             ("ignored_share", "Ignored labels", "{:.1%} of the labels"),
@@ -442,12 +420,11 @@ class LigerMonitor(L.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"totals": asdict(self._totals), "points": [dict(point) for point in self.points]}
+        return {"totals": dict(self._totals), "points": [dict(point) for point in self.points]}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        known = asdict(Totals()).keys() & state_dict["totals"].keys()
-        self._totals = Totals(**{name: state_dict["totals"][name] for name in known})
+        self._totals = Totals(int, state_dict["totals"])
         self.points = [dict(point) for point in state_dict["points"]]
 
 
@@ -482,21 +459,12 @@ def _device(trainer: L.Trainer) -> tuple[str, float]:
     return (gpu.name, gpu.peak_flops(dtype)) if gpu else (properties.name, measure_matmul_flops(device, dtype))
 
 
-def _planned_steps(trainer: L.Trainer) -> float:
-    """The optimizer steps of the whole fit, as far as the Trainer's arguments tell."""
-    steps = trainer.num_training_batches / trainer.accumulate_grad_batches * (trainer.max_epochs or 1)
-    limits = [limit for limit in (trainer.max_steps, steps) if limit > 0]
-    return min(limits, default=float("inf"))
-
-
 def _loss(trainer: L.Trainer, outputs: Any) -> Tensor | None:
     """The loss of the last step, None if ``training_step`` returned none."""
-    loss = trainer.callback_metrics.get("train_loss_step")
-    if loss is None and isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
-        loss = outputs["loss"]
-        if trainer.lightning_module.automatic_optimization:  # has divided it
-            loss = loss * trainer.accumulate_grad_batches
-    return loss
+    loss = outputs.get("loss") if isinstance(outputs, dict) else None
+    if loss is not None and trainer.lightning_module.automatic_optimization:  # has divided it
+        loss = loss * trainer.accumulate_grad_batches
+    return trainer.callback_metrics.get("train_loss_step", loss)
 
 
 def _logs_norm(trainer: L.Trainer) -> bool:
@@ -507,11 +475,6 @@ def _logs_norm(trainer: L.Trainer) -> bool:
     return by_norm and any(hasattr(each, "on_nonfinite_grad") for each in (trainer.strategy, trainer.precision_plugin))
 
 
-def _number(value: Tensor | float, device: torch.device) -> Tensor:
-    """The mean of a tensor, ``[1]`` in float64 on the device."""
-    return torch.as_tensor(value).detach().to(device, torch.float64, non_blocking=True).mean().view(1)
-
-
 @contextmanager
 def _telling(what: str) -> Iterator[None]:
     """A context whose exception is told in one line: a training neither ends with it, nor with another than its own."""
@@ -519,10 +482,3 @@ def _telling(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # of a broken device, or of any file system
         rank_zero_warn(f"LigerMonitor {what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-
-
-def _shown(metrics: dict[str, float]) -> dict[str, str]:
-    """What the progress bar shows."""
-    names = {"tokens_per_second": ("tok/s", short), "rows_per_second": ("rows/s", short)}
-    names["model_flops_utilization"] = "MFU", "{:.1%}".format
-    return {title: text(metrics[name]) for name, (title, text) in names.items() if name in metrics}

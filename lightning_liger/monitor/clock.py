@@ -4,7 +4,6 @@ import resource
 import time
 from typing import Any
 
-import lightning as L
 import torch
 
 _FETCH = "train_dataloader_next"
@@ -20,15 +19,10 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
-    def has_arrived(self) -> bool:
-        """Whether :meth:`seconds_since` would return at once."""
-        return self._event is None or self._event.query()
-
     def seconds_since(self, earlier: "Moment") -> float:
-        """The seconds between an earlier moment of the same device and this one, for which the host waits."""
+        """The seconds since an earlier moment of the same device, which has reached both."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
-        self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
 
 
@@ -37,59 +31,40 @@ Spans = list[tuple[Moment, Moment]]
 
 
 class TrainingClock:
-    """Takes the time of training batches, without the first steps and without validation.
-
-    Args:
-        device: The device that trains.
-        skip_batches: At the start (compilation, allocation), which are left out.
-    """
+    """Takes the time of training batches on a device, without the first ones and without validation."""
 
     def __init__(self, device: torch.device, skip_batches: int) -> None:
-        self._device, self._skip_batches = device, skip_batches
-        self._num_batches = 0
-        self._start: Moment | None = None
+        self._device, self.skip_batches = device, skip_batches
+        self.start: Moment | None = None
+        """Since when time is taken, None while it is not."""
         self._spans: Spans = []
 
-    @property
-    def is_running(self) -> bool:
-        """Whether time is taken now."""
-        return self._start is not None
-
-    @property
-    def ends_warm_up(self) -> bool:
-        """Whether the next batch is the first that is timed."""
-        return self._num_batches == self._skip_batches
-
     def batch_starts(self) -> None:
-        """A training batch starts; its time begins now unless it has begun or is left out."""
-        self._num_batches += 1
-        if self._start is None and self._num_batches > self._skip_batches:
-            self._start = Moment(self._device)
+        """Starts the time of a training batch, unless it goes on or is left out."""
+        self.skip_batches -= 1
+        if self.start is None and self.skip_batches < 0:
+            self.start = Moment(self._device)
 
     def pause(self) -> None:
         """Stops the time until the next batch starts, for a validation or at the end."""
-        if self._start is not None:
-            self._spans.append((self._start, Moment(self._device)))
-            self._start = None
+        if self.start is not None:
+            self._spans.append((self.start, Moment(self._device)))
+            self.start = None
 
     def lap(self) -> Spans:
         """The time since the last call. It goes on if it was running."""
-        if self._start is not None:
-            self.pause()
-            self._start = self._spans[-1][1]
+        is_running = self.start is not None
+        self.pause()
         spans, self._spans = self._spans, []
+        self.start = spans[-1][1] if is_running else None
         return spans
 
 
 class FetchTimer:
-    """Takes the time for which the host waits for training batches, as the Trainer's profiler is told it.
-
-    Args:
-        profiler: Its methods ``start`` and ``stop`` take the time, until :meth:`remove`.
-    """
+    """Takes the time for which the host waits for training batches, as a profiler is told it until :meth:`remove`."""
 
     def __init__(self, profiler: Any) -> None:
-        self.seconds = self._last = self._begin = 0.0
+        self.seconds = self.last = self._begin = 0.0
         self._profiler, start, stop = profiler, profiler.start, profiler.stop
 
         def starts(action_name: str) -> None:
@@ -98,26 +73,16 @@ class FetchTimer:
 
         def stops(action_name: str) -> None:
             if action_name.endswith(_FETCH):
-                self._last = time.perf_counter() - self._begin
-                self.seconds += self._last
+                self.last = time.perf_counter() - self._begin
+                self.seconds += self.last
             stop(action_name)
 
         profiler.start, profiler.stop = starts, stops
-
-    def leave_out_last(self) -> None:
-        """Leaves out the last wait."""
-        self.seconds -= self._last
 
     def remove(self) -> None:
         """Leaves the profiler as it was."""
         for name in ("start", "stop"):
             vars(self._profiler).pop(name, None)
-
-
-def share_of_each(trainer: L.Trainer) -> float:
-    """What a sum over all processes is multiplied with: tensor- and context-parallel ranks count the same batches."""
-    sampler = trainer.distributed_sampler_kwargs
-    return float(sampler["num_replicas"] / trainer.world_size) if sampler is not None else 1.0
 
 
 def peak_memory(strategy: Any) -> tuple[int, int]:
@@ -126,9 +91,7 @@ def peak_memory(strategy: Any) -> tuple[int, int]:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
     # One call, as each makes a dictionary of all statistics; those by name take several times as long.
     found = torch.cuda.memory_stats_as_nested_dict(strategy.root_device)
-    peak, reserved = (
-        found.get(name, {}).get("all", {}).get("peak", 0) for name in ("allocated_bytes", "reserved_bytes")
-    )
+    peak, reserved = (found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
     # A memory_budget resets the peak while it measures.
     return max(getattr(strategy, "peak_before_resets", 0), peak), reserved
 

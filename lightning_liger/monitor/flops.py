@@ -16,7 +16,7 @@ import inspect
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,16 +52,15 @@ class ModelFlops:
     is_traced: bool = True
     """False if the model does not run on the meta device: weights are counted then, attention is not."""
 
-    def of(self, num_tokens: float, lengths: Iterable[tuple[int, float]]) -> float:
+    def of(self, num_tokens: float, lengths: Sequence[tuple[int, float]]) -> float:
         """The FLOPs of tokens, those of padding included, in sequences: pairs of a length and how many have it."""
-        lengths = list(lengths)
-        pairs = [sum(count * num_pairs(length, window) for length, count in lengths) for _, window in self.attention]
+        pairs = (sum(count * num_pairs(length, window) for length, count in lengths) for _, window in self.attention)
         return self.of_pairs(num_tokens, pairs)
 
     def of_pairs(self, num_tokens: float, pairs: Iterable[float]) -> float:
         """The FLOPs of tokens of which the pairs of attention are known, for each entry of ``attention``."""
-        per_pair = (cost for cost, _ in self.attention)
-        return self.per_token * num_tokens + sum(map(operator.mul, per_pair, pairs))
+        costs = (cost for cost, _ in self.attention)
+        return self.per_token * num_tokens + sum(map(operator.mul, costs, pairs))
 
 
 def num_pairs(length: int, window: int | None) -> int:

@@ -15,13 +15,8 @@ from torch.nn import Module, Parameter
 def gradient_norm(model: Module, parameters: Iterable[Parameter], device: torch.device) -> Tensor:
     """The 2-norm of the gradients of ``parameters`` over all ranks, which must all call this.
 
-    Args:
-        model: Gradients are whole on each rank, or sharded by FSDP in it or as DTensors; missing ones count 0.
-        parameters: Those of the model that count.
-        device: Where ranks exchange numbers.
-
-    Returns:
-        A scalar in float32 on ``device``, without waiting for it.
+    Gradients are whole on each rank, or sharded by FSDP in ``model`` or as DTensors; missing ones count 0. The result
+    is a scalar in float32 on ``device``, which is not waited for.
     """
     groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which squares are added up
     units = _sharded(model)
@@ -60,8 +55,6 @@ def _norm(gradient: Tensor) -> Tensor:
 
 def _sharded(model: Module) -> dict[Parameter, Any]:
     """The process group over which FSDP shards each parameter, for those that it shards."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return {}
     found: dict[Parameter, Any] = {}
     for unit in FullyShardedDataParallel.fsdp_modules(model):  # outer units first
         group = None if unit.sharding_strategy == ShardingStrategy.NO_SHARD else unit.process_group

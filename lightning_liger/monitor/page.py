@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_liger.monitor.batches import LENGTH_EDGES
 
@@ -35,9 +35,8 @@ _PLOTS = (
 
 def table(title: str, rows: Mapping[str, str]) -> Table:
     """A table of two columns for the terminal."""
-    found = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    found.add_column(no_wrap=True)
-    found.add_column(overflow="fold")  # a path stays whole
+    columns = Column(no_wrap=True), Column(overflow="fold")  # a path stays whole
+    found = Table(*columns, title=title, title_justify="left", title_style="bold", show_header=False)
     for name, value in rows.items():
         found.add_row(name, value)
     return found
@@ -46,14 +45,7 @@ def table(title: str, rows: Mapping[str, str]) -> Table:
 def page(
     title: str, rows: Mapping[str, str], points: Sequence[Mapping[str, float]], lengths: Sequence[float] = ()
 ) -> str:
-    """The page as HTML.
-
-    Args:
-        title: Its heading.
-        rows: Of the table: what each number is, and the number with its unit.
-        points: What was logged at some steps: ``step``, ``loss`` and further numbers by name.
-        lengths: How many sequences have a length in each class of ``LENGTH_EDGES``.
-    """
+    """The page as HTML: the rows of the table, numbers by name at some steps, lengths by ``LENGTH_EDGES``."""
     cells = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
     parts = [f"<h1>{escape(title)}</h1>", f"<table>\n{cells}\n</table>"]
     for name, heading, factor, from_zero in _PLOTS:

@@ -87,7 +87,6 @@ def test_contenders_that_are_not_there_are_skipped_with_a_line(
         (("train", "--quick", "--arms", "quack"), "no implementation 'quack'; known: hf, liger_kernel, ours"),
         (("train", "--quick", "--model", "llama9"), "no model 'llama9'; known: llama3_8b"),
         (("train", "--quick", "--batches", "4,x"), "expected positive integers such as 4,8 or 4k,16k, got '4,x'"),
-        (("context", "--quick", "--lengths", "0"), "got '0'"),
         (("optimizer", "--quick", "--layers", "-3"), "expected positive integers"),
         pytest.param(("ops",), "with --quick it runs on a CPU", marks=without_gpu),
     ],
@@ -117,7 +116,6 @@ def test_plot_draws_each_command(name: str, tmp_path: Path) -> None:
     [
         (None, "foreign.jsonl"),
         ("", "foreign.jsonl"),
-        ("no json", "foreign.jsonl"),
         ('{"environment": {}}\n{"op": "rope"}\n', "foreign.jsonl"),
         ('{"environment": {}, "command": "train"}\n{"arm": "hf"}\n', "no results of 'train'"),
         ('{"environment": {}, "command": "bake"}\n', "results of 'bake' have no figures"),

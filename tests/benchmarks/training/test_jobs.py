@@ -8,7 +8,7 @@ import time
 import pytest
 
 from benchmarks.training.arms import Arm, parse_arms, parse_numbers
-from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row, merge
+from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.processes import run_jobs
 
 JOB = Job("llama3_8b", "ours:full", ((2, 16), (4, 16)), devices=2, tiny=True)
@@ -25,6 +25,7 @@ row = {"model": job["model"], "layers": 2, "arm": job["arm"], "devices": job["de
 with open(f"{task['out']}.{rank}", "w") as out:
     for size, _ in job["shapes"]:
         found = {"batch_size": size, "tokens_per_second": 10.0 - rank, "peak_gib": float(rank), "losses": [rank]}
+        found["step_seconds"] = [1.0 + rank, 2.0 - rank]
         if job["seed"] == 1 and size == 4 and rank == 1:
             out.write(json.dumps(row | {"batch_size": size, "status": "out of memory"}) + "\\n")
             break
@@ -47,19 +48,12 @@ def test_jobs_run_one_after_another_with_a_row_for_each_shape() -> None:
         *((2, 2, "ok"), (2, 4, "ok"), (2, 2, "ok"), (2, 4, OUT_OF_MEMORY), (2, 2, FAILED), (1, 2, "ok"), (1, 4, "ok"))
     ]
     assert (rows[0].tokens_per_second, rows[0].peak_gib, rows[0].losses) == (9.0, 1.0, [0.5])
+    assert (rows[0].step_seconds, rows[0].reserved_gib) == ([2.0, 2.0], None)
     assert rows[4].error == "Segmentation fault"
     start = time.monotonic()
     (row,) = run_jobs([dataclasses.replace(JOB, seed=3)], command=COMMAND, timeout=0.5)
     assert (row.status, row.error) == (FAILED, "no result within 0.5 seconds")
     assert time.monotonic() - start < 30
-
-
-def test_rows_of_ranks_are_merged() -> None:
-    one = Row("llama3_8b", 32, "ours", 2, 8, 64, step_seconds=[1.0, 2.0], tokens_per_second=5.0, losses=[1.0], loss=1.0)
-    other = dataclasses.replace(one, step_seconds=[2.0, 1.0], tokens_per_second=4.0, losses=[3.0], loss=3.0)
-    merged = merge([dataclasses.replace(one, peak_gib=1.0), dataclasses.replace(other, peak_gib=2.0)])
-    assert (merged.step_seconds, merged.tokens_per_second) == ([2.0, 2.0], 4.0)
-    assert (merged.peak_gib, merged.reserved_gib, merged.losses, merged.loss) == (2.0, None, [2.0], 2.0)
 
 
 def test_memory_beyond_the_states_is_per_token_of_a_process() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -79,11 +80,9 @@ def fsdp(**options):
         ("liger_fsdp_cpu_offload", OFF, {"cpu_offload": True, "kernels": "none", "memory_budget": None}),
         ("liger_fsdp_cpu_offload", ON, {"cpu_offload": True}),
         (fsdp(memory_budget=0.9, stage=3), OFF, {"memory_budget": None, "kernels": "none", "stage": 3}),
-        (fsdp(memory_budget=0.9), HALF, {"memory_budget": 0.5, "activation_checkpointing": None}),
         (
-            fsdp(activation_checkpointing_policy=["Layer"]),
-            {**ON, "memory_budget": "auto"},
-            {"memory_budget": "auto", "activation_checkpointing": None, "activation_checkpointing_policy": None},
+            fsdp(memory_budget=0.9, activation_checkpointing_policy=["Layer"]), HALF,
+            {"memory_budget": 0.5, "activation_checkpointing": None, "activation_checkpointing_policy": None},
         ),
         ("ddp", OFF, {"kernels": "none", "memory_budget": None}),
         ("ddp", HALF, {"memory_budget": 0.5, "activation_checkpointing": None}),
@@ -147,10 +146,8 @@ def measured(*losses, **changes):
         ([2.0, 1.0], [2.0, 1.0005], "32-true", True, 2),
         ([2.0, 1.0], [2.0, 1.01], "32-true", False, 2),
         ([2.0, 1.0], [2.0, 1.01], "bf16-true", True, 2),
-        ([2.0, 1.0], [2.0, math.nan], "bf16-true", False, 2),
         # Of a training that diverges those of the best step count, and none may be infinite.
         ([0.5, 1.0], [0.5, 1.5], "32-true", True, 1),
-        ([0.5, 1.0], [0.6, 1.5], "32-true", False, 1),
         ([0.5, 1.0], [0.5, math.nan], "32-true", False, 1),
     ],
 )
@@ -163,14 +160,10 @@ def test_losses_agree_within_the_precision(first, second, precision, agrees, ste
 
 
 def test_table_at_two_widths(tmp_path, monkeypatch, capsys):
-    rows = [
-        {"status": "out of memory", "error": "OutOfMemoryError: 15.66 GiB"},
-        measured(9.8765),
-        measured(9.8765, plan="12 of 32 layers", seconds_per_step=1.0),
-    ]
+    rows = [{"status": "out of memory", "error": "OutOfMemoryError: 15.66 GiB"}, measured(9.8765)]
+    rows.append(measured(9.8765, plan="12 of 32 layers", seconds_per_step=1.0))
     for columns in ("80", "160"):
-        answers = iter(rows)
-        monkeypatch.setattr(bench, "measure", lambda *_, answers=answers: dict(next(answers)))
+        monkeypatch.setattr(bench, "measure", Mock(side_effect=[dict(row) for row in rows]))
         monkeypatch.setenv("COLUMNS", columns)
         assert run_bench("--config=x", memory_budget="auto", output=str(tmp_path)) == 0
         table = capsys.readouterr().out

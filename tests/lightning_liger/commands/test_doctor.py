@@ -7,6 +7,7 @@ import sys
 import time
 from importlib import metadata
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,12 +33,9 @@ def test_whole_command_on_this_machine_with_broken_packages_and_a_wrong_op(tmp_p
     """As the installed command runs it, where the package itself cannot be imported."""
     (tmp_path / "peft.py").write_text("raise OSError('libcuda.so.1: cannot open\\nshared object file')")
     (tmp_path / "torchmetrics.py").write_text("import os; os.abort()")
+    wrong = "import liger_ops; right = liger_ops.silu_mul; liger_ops.silu_mul = lambda *given: 1.01 * right(*given)"
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'liger_ops.self_check' in sys.orig_argv:\n"
-        "    import liger_ops\n"
-        "    right = liger_ops.silu_mul\n"
-        "    liger_ops.silu_mul = lambda gate, up: 1.01 * right(gate, up)\n"
+        f"import sys\nif 'liger_ops.self_check' in sys.orig_argv:\n    {wrong}\n"
     )
     script = tmp_path / "lightning-liger"
     script.write_text("from lightning_liger.cli import main\nimport sys\nsys.exit(main())\n")
@@ -102,10 +100,7 @@ def test_packages_that_are_missing_broken_or_of_another_version_are_named(tmp_pa
 
 
 def test_without_the_distribution_packaging_or_torch_there_is_a_row(tmp_path, monkeypatch):
-    def raises(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", raises)
+    monkeypatch.setattr(metadata, "requires", Mock(side_effect=metadata.PackageNotFoundError))
     (tmp_path / "torch.py").write_text("raise ImportError('no CUDA libraries')")
     monkeypatch.syspath_prepend(tmp_path)
     found = [*packages(0), *check_ops(soon())]
@@ -122,12 +117,8 @@ def test_without_the_distribution_packaging_or_torch_there_is_a_row(tmp_path, mo
 
 @pytest.mark.parametrize("driver", ["", "570.86, NVIDIA H200\n"])
 def test_a_gpu_that_torch_does_not_see_is_wrong_and_none_is_not(driver, monkeypatch):
-    def nvidia_smi(command, **options):
-        if not driver:
-            raise FileNotFoundError
-        return SimpleNamespace(stdout=driver)
-
-    monkeypatch.setattr(subprocess, "run", nvidia_smi)
+    answer = [SimpleNamespace(stdout=driver)] if driver else FileNotFoundError
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=answer))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20, free=2**40))
     checks = by_name(machine())
@@ -154,27 +145,15 @@ def result(op, device="cuda:0", message="", is_error=False):
 
 def test_ops_after_one_that_kills_the_process_are_checked_in_another(monkeypatch):
     """On two GPUs; the second op fails, the third kills its process, the last is too late."""
-    two = [result("a", "cuda:0"), result("a", "cuda:1")]
-    answers = iter(
-        [
-            ([{"ops": list("abcd")}, *two, result("b", "cuda:1", "RuntimeError: x", True)], ""),
-            ([{"ops": list("cd")}], "the process died: SIGSEGV"),
-            ([{"ops": ["d"]}], "no result in time"),
-        ]
-    )
-    asked: list[list[str]] = []
-    end = soon()
-
-    def answer(command, end):
-        asked.append(command[3:])
-        if len(asked) == 3:
-            monkeypatch.setattr(doctor.time, "monotonic", lambda: end + 1)
-        return next(answers)
-
+    two = [result("a", "cuda:0"), result("a", "cuda:1"), result("b", "cuda:1", "RuntimeError: x", True)]
+    answers = [([{"ops": list("abcd")}, *two], ""), ([{"ops": list("cd")}], "the process died: SIGSEGV")]
+    answers.append(([{"ops": ["d"]}], "no result in time"))
+    answer, end = Mock(side_effect=answers), soon()
     monkeypatch.setattr(doctor, "run", answer)
+    monkeypatch.setattr(doctor.time, "monotonic", lambda: end + (1 if answer.call_count == 3 else -1))
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     checks = check_ops(end)
-    assert asked == [["--part", "0/1"], ["c", "d"], ["d"]]
+    assert [call.args[0][3:] for call in answer.call_args_list] == [["--part", "0/1"], ["c", "d"], ["d"]]
     found = [(check.name, check.status, check.is_broken) for check in checks]
     assert found == [("a", "ok", False), ("b", "wrong", True), ("c", "wrong", True), ("d", "slow", True)]
     assert checks[0].detail == "Triton, bfloat16, 2 GPUs: error 1.0e-03 of 4.0e-03"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_liger.data.collate import FeedbackCollator, Layout, PreferenceCollator, RolloutCollator
+from lightning_liger.data.collate import FeedbackCollator, Layout, PreferenceCollator
 from lightning_liger.monitor import batches
 from lightning_liger.monitor.batches import LENGTH_EDGES, BatchCounter, contents_of
 
@@ -88,15 +88,14 @@ def test_batches_are_counted_by_their_documents(data):
             {"rows": 2, "tokens": 12, "labels": 12, "ignored": 12, "None": 72, "3": 36, "<= 6": 2},
         ),
         ({"input_ids": IDS[0], "attention_mask": MASK[1]}, {"rows": 1, "tokens": 6, "padding": 3, "<= 3": 1}),
-        ({"input_ids": IDS[None], "attention_mask": MASK[None]}, {"tokens": 12, "padding": 3, "<= 3": 1, "<= 6": 1}),
         ((torch.zeros(5, 2), torch.zeros(5)), {"rows": 5, "tokens": 0}),
         ({"a": torch.zeros(3, 2), "b": 1}, {"rows": 3, "tokens": 0}),
         ("text", {"rows": 0}),
         ({"input_ids": IDS[:, :0], "labels": IDS[:, :0]}, {"rows": 2, "tokens": 0, "labels": 0}),
         ({"prompt_ids": IDS, "completion_ids": IDS[:, :2]}, {"rows": 2, "tokens": 16, "None": 128, "<= 8": 2}),
         (
-            {"prompt_ids": IDS, "prompt_mask": MASK, "completion_ids": IDS, "completion_mask": MASK.flip(1)},
-            {"rows": 2, "tokens": 24, "padding": 6, "labels": 24, "ignored": 15, "<= 6": 1, "<= 12": 1},
+            {"prompt_ids": IDS, "prompt_mask": MASK, "completion_ids": IDS, "completion_mask": MASK.tril()},
+            {"rows": 2, "tokens": 24, "padding": 14, "labels": 24, "ignored": 23, "<= 3": 1, "<= 8": 1},
         ),
         ({"input_ids": torch.zeros(1, 2**25, dtype=torch.int8)}, {f"<= {LENGTH_EDGES[-1]}": 1}),
     ],
@@ -118,15 +117,13 @@ def test_batches_are_not_kept_for_long(monkeypatch):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_batches_of_the_data_modules_are_counted(packing):
+    prompt, two, four = {"prompt_ids": np.arange(3)}, np.arange(2), np.arange(4)
     examples = [
-        {"prompt_ids": np.arange(3), "completion_ids": np.arange(length), "KL_completion_ids": np.arange(6 - length),
-         "label": True} for length in (2, 4)
-    ]  # fmt: skip
-    pairs = [{"prompt_ids": np.arange(3), "chosen_ids": np.arange(2), "rejected_ids": np.arange(4)}]
-    groups = [{"prompt_ids": np.arange(3), "completion_ids": np.arange(6), "completion_lengths": np.array([2, 4]),
-               "advantages": np.zeros(2)}]  # fmt: skip
-    collators = ((PreferenceCollator, pairs, 1), (FeedbackCollator, examples, 2), (RolloutCollator, groups, 1))
-    for collator, rows, factor in collators:
+        {**prompt, "completion_ids": own, "KL_completion_ids": other, "label": True}
+        for own, other in ((two, four), (four, two))
+    ]
+    pairs = [{**prompt, "chosen_ids": two, "rejected_ids": four}]
+    for collator, rows, factor in ((PreferenceCollator, pairs, 1), (FeedbackCollator, examples, 2)):
         found = _counts(collator(Layout(packing=packing, pad_to_multiple_of=4))(rows))
         # Sequences of 3 + 2 and 3 + 4 tokens, in two rows or one, and for KTO also with completions exchanged.
         tokens = factor * (12 if packing else 16)

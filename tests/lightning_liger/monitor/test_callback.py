@@ -2,11 +2,10 @@
 
 import csv
 import warnings
-from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import fsspec
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
@@ -21,6 +20,7 @@ from lightning_liger.hardware import GPUS
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor import callback as callback_module
 from lightning_liger.monitor import clock as clock_module
+from lightning_liger.monitor.gradients import gradient_norm
 from tests.lightning_liger.strategies.workers.distributed import LM, make_batches, make_loader, make_trainer
 
 TOKENS, NUM_BATCHES = 26, 8
@@ -89,6 +89,7 @@ def test_numbers_are_exact_in_loggers_results_bar_and_page(tmp_path, clock, caps
     assert results["model_flops_utilization"] == pytest.approx(6 * flops / 10 / PEAK)
     assert results["data_wait_share"] == 4 / 10
     assert results["ignored_share"] == 2 / 26
+    assert results["memory_peak_gib"] == monitor.points[-1]["memory_peak_gib"]
 
     with (tmp_path / "log" / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["monitor/tokens"]]
@@ -132,18 +133,12 @@ def test_no_operator_runs_between_two_times(tmp_path, clock, monkeypatch):
 
 
 def test_each_time_is_one_copy_to_the_host(tmp_path, clock, monkeypatch):
-    made = Counter()
-
-    class Copy(HostCopy):
-        def __init__(self, tensor):
-            made["copies"] += 1
-            super().__init__(tensor)
-
-    monkeypatch.setattr(callback_module, "HostCopy", Copy)
+    copy = Mock(side_effect=HostCopy)
+    monkeypatch.setattr(callback_module, "HostCopy", copy)
     monitor = LigerMonitor(every_n_steps=1, skip_steps=0)
     make_trainer(monitor, root=tmp_path).fit(LM(), make_loader(0, 4))
     assert all({"loss", "gradient_norm"} < point.keys() for point in monitor.points)
-    assert (len(monitor.points), made) == (4, {"copies": 4})
+    assert len(monitor.points) == copy.call_count == 4
 
 
 def test_batches_without_tokens_count_rows(tmp_path, clock, capsys):
@@ -169,6 +164,8 @@ def test_numbers_go_on_after_resuming_and_start_again_with_another_training(tmp_
 
     first = LigerMonitor(every_n_steps=2, skip_steps=1)
     fit(first, 3)
+    state = torch.load(tmp_path / "3.ckpt", weights_only=True)["callbacks"]["LigerMonitor"]  # between two times
+    assert (state["totals"]["tokens"], state["totals"]["steps"]) == (3 * TOKENS, 3)
     resumed = LigerMonitor(every_n_steps=2, skip_steps=1)
     fit(resumed, 5, tmp_path / "3.ckpt")
     assert (resumed.results["steps"], resumed.results["tokens"]) == (5, 5 * TOKENS)
@@ -184,19 +181,6 @@ def test_numbers_go_on_after_resuming_and_start_again_with_another_training(tmp_
         assert (first.results["steps"], first.results["tokens"]) == (6 * epoch, 6 * epoch * TOKENS)
 
 
-def test_a_checkpoint_between_two_times_holds_all_tokens(tmp_path, clock):
-    class Saving(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 2:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
-    monitor = LigerMonitor(every_n_steps=50)
-    make_trainer(monitor, Saving(), root=tmp_path).fit(LM(), make_loader(0, 5))
-    state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"]["LigerMonitor"]
-    assert (state["totals"]["tokens"], state["totals"]["steps"]) == (3 * TOKENS, 3)
-    assert monitor.results["tokens"] == 5 * TOKENS
-
-
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_an_interrupted_training_keeps_the_open_lap(tmp_path, clock, error):
     class Failing(Callback):
@@ -209,9 +193,8 @@ def test_an_interrupted_training_keeps_the_open_lap(tmp_path, clock, error):
     with pytest.raises((RuntimeError, SystemExit)):
         trainer.fit(LM(), clock.loader())
     assert not {"start", "stop"} & vars(trainer.profiler).keys()
-    results = monitor.results
-    assert (results["steps"], results["tokens"]) == (5, 5 * TOKENS)  # without the step that failed
-    assert results["seconds"] == 4 * 2.0
+    found = [monitor.results[name] for name in ("steps", "tokens", "seconds")]
+    assert found == [5, 5 * TOKENS, 4 * 2.0]  # without the step that failed
     assert [point["step"] for point in monitor.points] == [3]
     assert (tmp_path / "monitor.html").is_file()
 
@@ -258,18 +241,17 @@ def test_the_page_goes_to_urls_of_fsspec(tmp_path, clock, capsys, monkeypatch):
 
 
 def test_device_is_known_or_measured(monkeypatch):
-    memory = GPUS["h100-80gb"].memory_bytes
+    gpu, name_of_h100 = GPUS["h100-80gb"], "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(callback_module, "measure_matmul_flops", lambda device, dtype: (device.type, dtype))
-    known = "NVIDIA H100 80GB (SXM)"
     for name, precision, module, expected in (
-        ("NVIDIA H100 80GB HBM3", "bf16-mixed", Unusual(), (known, 989.4e12)),
-        ("NVIDIA H100 80GB HBM3", "64-true", Unusual(), ("NVIDIA H100 80GB HBM3", ("cuda", torch.float64))),
-        ("NVIDIA H100 80GB HBM3", "32-true", Unusual(), (known, GPUS["h100-80gb"].float32_flops)),
-        ("NVIDIA H100 80GB HBM3", "32-true", Unusual().bfloat16(), (known, 989.4e12)),  # whose weights stay so
+        (name_of_h100, "bf16-mixed", Unusual(), (gpu.name, gpu.bfloat16_flops)),
+        (name_of_h100, "64-true", Unusual(), (name_of_h100, ("cuda", torch.float64))),
+        (name_of_h100, "32-true", Unusual(), (gpu.name, gpu.float32_flops)),
+        (name_of_h100, "32-true", Unusual().bfloat16(), (gpu.name, gpu.bfloat16_flops)),  # whose weights stay so
         ("Another GPU", "16-true", Unusual(), ("Another GPU", ("cuda", torch.float16))),
         ("", "32-true", LM(), ("cpu process", ("cpu", torch.float32))),
     ):
-        properties = SimpleNamespace(name=name, total_memory=memory)
+        properties = SimpleNamespace(name=name, total_memory=gpu.memory_bytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         strategy = SimpleNamespace(root_device=torch.device("cuda" if name else "cpu"))
         trainer = SimpleNamespace(strategy=strategy, precision=precision, is_global_zero=True, lightning_module=module)
@@ -292,25 +274,15 @@ def test_short_trainings_are_logged_more_often(tmp_path, clock):
         monitor = LigerMonitor(page=None)
         make_trainer(monitor, Note(), root=tmp_path, **{"max_epochs": 50, **options}).fit(LM(), make_loader(0, 2))
         assert every[-1] == expected, options
-    assert issubclass(LigerMonitor, L.Callback)
-
-
-class Spectrum(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(4, 8, dtype=torch.complex64))
-
-    def forward(self, x):
-        return x.to(torch.complex64) @ self.weight
 
 
 class Unusual(BoringModel):
     """Token ids through an embedding and a layer, trained in unusual ways."""
 
-    def __init__(self, is_manual=False, sparse=False, layer=None):
+    def __init__(self, is_manual=False):
         super().__init__()
         self.automatic_optimization = not is_manual
-        self.model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=sparse), layer or torch.nn.Linear(4, 8))
+        self.model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
         self.losses = []
 
     def training_step(self, batch, batch_idx):
@@ -327,45 +299,43 @@ class Unusual(BoringModel):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _fit(root, module, *callbacks, gradient_norm=True, **options):
+def _fit(root, module, *callbacks, takes_norm=True, **options):
     batches = [{"input_ids": torch.zeros(2, 5, dtype=torch.int64)} for _ in range(4)]
-    monitor = LigerMonitor(every_n_steps=1, skip_steps=0, gradient_norm=gradient_norm)
+    monitor = LigerMonitor(every_n_steps=1, skip_steps=0, gradient_norm=takes_norm)
     make_trainer(monitor, *callbacks, root=root, **options).fit(module, DataLoader(batches, batch_size=None))
     return monitor
 
 
 def test_the_loss_is_that_of_the_batch_under_accumulation_and_may_be_none(tmp_path, clock):
-    module = Unusual()
-    monitor = _fit(tmp_path, module, accumulate_grad_batches=2)
+    module, norms = Unusual(), []
+
+    class Norms(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            grads = [each.grad for each in pl_module.parameters() if each.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(grads).item())
+
+    monitor = _fit(tmp_path, module, Norms(), accumulate_grad_batches=2)
     assert [point["loss"] for point in monitor.points] == pytest.approx(module.losses[1::2])
+    assert [point["gradient_norm"] for point in monitor.points] == pytest.approx(norms)
     monitor = _fit(tmp_path, Unusual(is_manual=True))
     assert [point["step"] for point in monitor.points] == [0, 1, 2, 3]
     assert all("loss" not in point and point["gradient_norm"] > 0 for point in monitor.points)
 
 
-@pytest.mark.parametrize(
-    ("module", "options"),
-    [
-        (Unusual, {"accumulate_grad_batches": 2}),
-        (lambda: Unusual(sparse=True), {}),
-        (Unusual, {"precision": "64-true"}),
-        (lambda: Unusual(layer=Spectrum()), {}),
-    ],
-)
-def test_norms_are_those_of_the_gradients(tmp_path, clock, module, options):
-    norms = []
-
-    class Norms(Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            grads = [each.grad.to_dense().flatten() for each in pl_module.parameters() if each.grad is not None]
-            norms.append(torch.stack([grad.abs().square().sum().double() for grad in grads]).sum().sqrt().item())
-
-    monitor = _fit(tmp_path, module(), Norms(), **options)
-    assert [point["gradient_norm"] for point in monitor.points] == pytest.approx(norms)
+def test_norms_are_those_of_gradients_of_any_kind():
+    gradients = [torch.randn(2, 3), torch.randn(4, dtype=torch.complex64), torch.randn(5).double(), None]
+    gradients.append(torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), torch.randn(3, 2), (4, 2)))
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.data = parameter.data if gradient is None else torch.zeros_like(gradient.to_dense())
+        parameter.grad = gradient
+    expected = sum(each.to_dense().abs().square().sum().double() for each in gradients if each is not None).sqrt()
+    found = gradient_norm(torch.nn.Module(), parameters, torch.device("cpu"))
+    assert (found.dtype, found.item()) == (torch.float32, pytest.approx(expected.item()))
 
 
 def test_a_fast_run_leaves_no_page_and_norms_can_be_left_out(tmp_path, clock):
-    monitor = _fit(tmp_path, Unusual(), fast_dev_run=2, gradient_norm=False)
+    monitor = _fit(tmp_path, Unusual(), fast_dev_run=2, takes_norm=False)
     assert monitor.results["steps"] == 2
     assert not any("gradient_norm" in point for point in monitor.points)
     assert not (tmp_path / "monitor.html").exists()

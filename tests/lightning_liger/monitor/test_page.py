@@ -1,6 +1,7 @@
 """The page at the end."""
 
 import math
+import re
 from xml.etree import ElementTree
 
 from lightning_liger.monitor.batches import LENGTH_EDGES
@@ -8,16 +9,14 @@ from lightning_liger.monitor.page import page
 
 
 def _parse(text):
-    return ElementTree.fromstring(text.partition("<html")[2].join(("<html", "")).replace("<meta ", "<br ").replace(
-        'charset="utf-8">', 'charset="utf-8"/>').replace('initial-scale=1">', 'initial-scale=1"/>'))  # fmt: skip
+    return ElementTree.fromstring(re.sub(r"(<meta [^>]*)>", r"\1/>", text.partition("\n")[2]))
 
 
 def test_page_has_a_table_and_plots_and_needs_nothing_else():
     lengths = [0.0] * len(LENGTH_EDGES)
     lengths[4], lengths[6] = 3, 7
-    points = [
-        {"step": step, "loss": 3.0 - step, "tokens_per_second": 1e5, "gradient_norm": math.nan} for step in (1, 2)
-    ]
+    point = {"step": 1, "loss": 3.0, "tokens_per_second": 1e5, "gradient_norm": math.nan}
+    points = [point, {**point, "step": 2, "loss": 2.0}]
     text = page("A <model>", {"Tokens/s": "1 & more"}, points, lengths)
     tree = _parse(text)
     headings = [heading.text for heading in tree.iter("h2")]

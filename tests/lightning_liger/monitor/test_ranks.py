@@ -31,10 +31,6 @@ def test_counts_are_exact_over_ranks_and_accumulated_batches(found, name):
         assert results["tokens_per_second"] == pytest.approx(2 * results["tokens_per_second_per_device"])
         assert run["page"] or rank == 1  # which rank 0 writes
 
-
-@pytest.mark.parametrize("name", ranks.RUNS)
-def test_gradient_norm_is_that_of_clipping(found, name):
-    run = found[0][name]
-    assert run["norms"] == pytest.approx([point["gradient_norm"] for point in run["points"]], rel=1e-5)
-    assert run["norms"] == pytest.approx(found[1][name]["norms"], rel=1e-6)
-    assert run["norms"] == pytest.approx(found[0]["ddp"]["norms"], rel=1e-4) or name == "context-parallel"
+        # Clipping takes the norm too.
+        assert run["norms"] == pytest.approx([point["gradient_norm"] for point in run["points"]], rel=1e-5)
+        assert run["norms"] == pytest.approx(found[0]["ddp"]["norms"], rel=1e-4) or is_shared

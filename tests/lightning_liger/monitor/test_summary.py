@@ -1,6 +1,5 @@
 """The tables of ``LigerMonitor``, and its counts of losses."""
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -35,20 +34,16 @@ def test_replacements_are_printed_before_training_and_the_summary_after(tmp_path
     assert all(name in end for name in ("Training summary", "Tokens/s", "Training loss", "Logits never allocated"))
     assert f"{NUM_BATCHES} on 1 cpu process " in end
     results = monitor.results
-    assert (results["steps"], results["processes"]) == (NUM_BATCHES, 1)
-    assert (results["num_fused_losses"], results["whole_logits"]) == (NUM_BATCHES + 2, 0)
+    counts = {"steps": NUM_BATCHES, "processes": 1, "num_fused_losses": NUM_BATCHES + 2, "whole_logits": 0}
+    assert results.items() >= counts.items()
     assert results["peak_memory_bytes"] == results["memory_peak_gib"] * 2**30 > 2**20
     for name in ("train_loss", "train_perplexity", "train_accuracy", "val_loss", "val_perplexity", "val_accuracy"):
         assert results[name] == pytest.approx(float(trainer.callback_metrics[name]))
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "row"), [(TOKENS, None), (8, "34.1 KiB in all, 6.8 KiB in each loss"), (1, "Logits never")]
-)
+@pytest.mark.parametrize(("chunk_size", "row"), [(TOKENS, None), (8, "34.1 KiB in all, 6.8 KiB in each loss")])
 def test_bytes_avoided_are_the_logits_minus_one_chunk_for_each_loss(tmp_path, monkeypatch, capsys, chunk_size, row):
-    # By name, as the package has a function of the module's name.
-    module = importlib.import_module("lightning_liger.lazy.head")
-    monkeypatch.setattr(module, "default_chunk_size", lambda *_: chunk_size)
+    monkeypatch.setattr("lightning_liger.lazy.chunks.default_chunk_size", lambda *_: chunk_size)
     monitor = LigerMonitor(page=None)
     make_trainer(monitor, root=tmp_path, strategy="liger_fsdp").fit(LM(), make_loader(0, NUM_BATCHES))
     assert monitor.results["logits_bytes_avoided"] == NUM_BATCHES * (TOKENS - chunk_size) * VOCAB_SIZE * 4
@@ -57,7 +52,7 @@ def test_bytes_avoided_are_the_logits_minus_one_chunk_for_each_loss(tmp_path, mo
     assert row is None or row in printed
 
 
-@pytest.mark.parametrize(("skip_steps", "accumulate", "timed"), [(0, 1, 5), (2, 1, 3), (2, 2, 1), (5, 1, 0), (9, 1, 0)])
+@pytest.mark.parametrize(("skip_steps", "accumulate", "timed"), [(2, 1, 3), (2, 2, 1), (5, 1, 0)])
 def test_speed_leaves_out_the_first_steps(tmp_path, clock, skip_steps, accumulate, timed, capsys):  # noqa: F811
     monitor = LigerMonitor(skip_steps=skip_steps, page=None)
     # The clock ticks first, so that the end of a batch is in the time of that batch.
@@ -75,12 +70,12 @@ def test_plan_of_a_budget_is_in_the_summary(tmp_path, monkeypatch):
     assert "all 2 layers stored" in monitor.rows()["Activations"]
 
 
-@pytest.mark.parametrize("later_peak", [3, 9])
-def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch, later_peak):
-    stats = {"allocated_bytes": {"all": {"peak": later_peak}}}
+def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch):
+    stats = {"allocated_bytes": {"all": {"peak": 7}}, "reserved_bytes": {"all": {"peak": 11}}}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-    strategy = SimpleNamespace(root_device=torch.device("cuda"), peak_before_resets=5)
-    assert peak_memory(strategy) == (max(5, later_peak), 0)
+    for before, expected in ((5, 7), (9, 9)):
+        strategy = SimpleNamespace(root_device=torch.device("cuda"), peak_before_resets=before)
+        assert peak_memory(strategy) == (expected, 11)
 
 
 def test_of_several_monitors_one_measures(tmp_path, capsys):

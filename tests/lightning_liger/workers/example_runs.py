@@ -74,21 +74,8 @@ def run(example: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Trains two steps as the example says but for the sizes, and says what was trained."""
     os.chdir(folder)  # where examples write
     sys.argv = ["lightning-liger"]
-    cli = LigerCLI(
-        args=[
-            "fit",
-            *configs(example),
-            *sizes(folder),
-            f"--trainer.max_steps={NUM_STEPS}",
-            "--trainer.limit_val_batches=1",
-            f"--trainer.val_check_interval={NUM_STEPS}",
-            "--trainer.log_every_n_steps=1",
-            "--trainer.enable_progress_bar=false",
-            f"--trainer.callbacks={json.dumps([_checkpoint(folder / example)])}",
-            f"--data.cache_dir={folder / 'cache'}",
-            *arguments,
-        ]
-    )
+    cache = f"--data.cache_dir={folder / 'cache'}"
+    cli = _fit(configs(example), [_checkpoint(folder / example)], *sizes(folder), cache, *arguments)
     trainer = cli.trainer
     return {
         "strategy": type(trainer.strategy).__name__,
@@ -138,24 +125,17 @@ def run_alone(example: str, folder: Path, *arguments: str) -> LigerCLI:
     sys.argv = ["lightning-liger"]
     callbacks = [_checkpoint(folder / example), {"class_path": "lightning_liger.LigerMonitor"}]
     callbacks += [{"class_path": f"{LastStep.__module__}.{LastStep.__name__}"}]
-    return LigerCLI(
-        args=[
-            "fit",
-            f"--config=examples/{example}",
-            f"--trainer.default_root_dir={folder}",
-            f"--trainer.max_steps={NUM_STEPS}",
-            f"--trainer.val_check_interval={NUM_STEPS}",
-            "--trainer.check_val_every_n_epoch=1",
-            "--trainer.limit_val_batches=1",
-            "--trainer.log_every_n_steps=1",
-            f"--trainer.callbacks={json.dumps(callbacks)}",
-            "--trainer.enable_progress_bar=false",
-            "--trainer.devices=1",
-            "--trainer.num_nodes=1",
-            *(sizes(folder) if example in PROGRAMS else OF_TEST_SIZE.get(example, [])),
-            *arguments,
-        ]
-    )
+    options = [f"--trainer.default_root_dir={folder}", "--trainer.check_val_every_n_epoch=1"]
+    options += ["--trainer.devices=1", "--trainer.num_nodes=1"]
+    options += sizes(folder) if example in PROGRAMS else OF_TEST_SIZE.get(example, [])
+    return _fit([f"--config=examples/{example}"], callbacks, *options, *arguments)
+
+
+def _fit(config: list[str], callbacks: list[Any], *arguments: str) -> LigerCLI:
+    options = {"max_steps": NUM_STEPS, "val_check_interval": NUM_STEPS, "limit_val_batches": 1}
+    options |= {"log_every_n_steps": 1, "enable_progress_bar": "false", "callbacks": json.dumps(callbacks)}
+    given = [f"--trainer.{name}={value}" for name, value in options.items()]
+    return LigerCLI(args=["fit", *config, *given, *arguments])
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def _fit(name: str, rank: int, folder: Path) -> dict[str, Any]:
         "results": monitor.results,
         "points": monitor.points,
         "norms": norms.norms,
-        "lengths": monitor._totals.lengths,
-        "flops": monitor._totals.flops,
+        "lengths": [count for name, count in monitor._totals.items() if name.startswith("length_")],
+        "flops": monitor._totals["flops"],
         "traced": monitor._flops,
         "page": (folder / name / "monitor.html").is_file(),
     }
