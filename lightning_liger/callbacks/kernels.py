@@ -41,6 +41,7 @@ class LigerCallback(L.Callback):
         self.kernels = kernels
         self._kernels = Kernels(kernels)
         self._activations = ActivationControl(activation_checkpointing, memory_budget)
+        self._activations.layers_communicate = True  # the strategy may; ranks follow one plan then
         self._num_steps = 0
         self._lazy = contextlib.ExitStack()
 
@@ -51,8 +52,7 @@ class LigerCallback(L.Callback):
     def _apply(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._kernels.apply(pl_module)
         if self.kernels != "none" or self._activations.is_asked_for:
-            # Ranks follow one plan, because the strategy may exchange data in the forward of layers.
-            self._activations.control(pl_module, trainer.strategy.root_device, runs_layers_together=True)
+            self._activations.control(pl_module, trainer.strategy.root_device)
 
     @property
     def patch_report(self) -> PatchReport | None:

@@ -21,7 +21,6 @@ from lightning_liger.callbacks.summary import Summary
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
-from lightning_liger.monitor import LigerMonitor
 from lightning_liger.post_training.teacher import prepare_frozen, store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
 from lightning_liger.training.causal_lm import LigerCausalLM

@@ -20,7 +20,7 @@ from liger_ops.arguments import wrong_value
 from lightning_liger.losses.options import Count, Share
 from lightning_liger.post_training.base import LigerPostTrainingMixin
 from lightning_liger.post_training.rows import count_sequences
-from lightning_liger.resuming.atomic_io import gather_objects, save_on_all_ranks
+from lightning_liger.resuming.atomic_io import gather_objects, replace
 from lightning_liger.weights.pretrained import naming_damaged
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -138,7 +138,7 @@ class ReferenceCache(dict[bytes, float]):
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             is_first = not dist.is_initialized() or dist.get_rank() == 0
-            save_on_all_ranks(self.path, lambda path: save_file(self.tensors(), path) if is_first else None)
+            replace(self.path, lambda path: save_file(self.tensors(), path) if is_first else None, on_all_ranks=True)
 
     def find(self, keys: list[bytes]) -> Tensor:
         """The log-probabilities of sequences, ``[n]`` in float32; raises KeyError for one that is new."""

@@ -17,10 +17,9 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.DDPStrategy` with fused kernels and a fused loss.
 
     Args:
-        kernels: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
-        **kwargs: ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and ``fault_tolerance`` as
-            in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
+        **kwargs: ``kernels``, ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``,
+            ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in
+            Lightning's strategy.
 
     Raises:
         TypeError: For an argument that neither Lightning's strategy nor ``DistributedDataParallel`` has.

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.fabric.strategies.deepspeed as fabric_deepspeed
@@ -21,7 +20,6 @@ from transformers.integrations.deepspeed import (
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.safe_loading import check_checkpoint
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import gather_heads
 from lightning_liger.strategies.parts.visible_logits import ALL_TENSORS
@@ -55,7 +53,6 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
     """
 
     strategy_name = "liger_deepspeed"
-    saves_folders = True
     engine: "_DeepSpeedGradients"
     config: Any
 
@@ -76,8 +73,7 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
                 raise ValueError(f"{name}={value!r}, only {neutral!r}: {instead}")
         super().__init__(kernels, **kwargs)
         self.engine = _DeepSpeedGradients(self)
-        self._early_release = None  # DeepSpeed has gradients in its own buffers
-        _adapt_config(self)
+        _adapt(self)
         # DeepSpeed's throughput logs alone use it; Lightning's own guess fails with loaders without a batch sampler.
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)
 
@@ -92,12 +88,12 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
         super(pytorch_deepspeed.DeepSpeedStrategy, self).setup_environment()  # Lightning's own insists on CUDA
 
     @override
-    def _control_plugin(self, plugin: Any) -> None:
-        """Leaves the plugin alone: DeepSpeed clips by itself."""
-
-    @override
     def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
         return _whole_parameters(model, self.config, self.root_device)
+
+    @override
+    def _control_plugin(self, plugin: Any) -> None:
+        """Leaves the plugin alone: DeepSpeed clips by itself."""
 
     @contextmanager
     @override
@@ -127,11 +123,6 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
         if norm is not None and self.deepspeed_engine.global_steps > num_steps and self.config["gradient_clipping"]:
             self.lightning_module.log("grad_norm", float(norm), on_step=True, on_epoch=False)
         return result
-
-    @override
-    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only, _classes_in_checkpoints())
-        return super()._read(path, weights_only)
 
 
 class _DeepSpeedGradients(Engine):
@@ -185,13 +176,12 @@ class FabricLigerDeepSpeedStrategy(FabricStrategy, fabric_deepspeed.DeepSpeedStr
     DeepSpeed clips gradients by norm if ``config`` has ``gradient_clipping``.
     """
 
-    writes_itself = True
     config: Any
 
     def __init__(self, kernels: KernelChoice = "auto", **kwargs: Any) -> None:
         _check_installed(self)
         super().__init__(kernels, **kwargs)
-        _adapt_config(self)
+        _adapt(self)
         self.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is 1
 
     @property
@@ -205,8 +195,8 @@ class FabricLigerDeepSpeedStrategy(FabricStrategy, fabric_deepspeed.DeepSpeedStr
         super(fabric_deepspeed.DeepSpeedStrategy, self).setup_environment()  # Lightning's own insists on CUDA
 
     @override
-    def _final_parameters(self, module: Module) -> AbstractContextManager[None]:
-        return _whole_parameters(module, self.config, self.root_device)
+    def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
+        return _whole_parameters(model, self.config, self.root_device)
 
     @contextmanager
     @override
@@ -226,11 +216,6 @@ class FabricLigerDeepSpeedStrategy(FabricStrategy, fabric_deepspeed.DeepSpeedStr
         _expose_lazy_logits(engine)
         return engine, *others
 
-    @override
-    def _read(self, path: Any, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        check_checkpoint(Path(path), weights_only, _classes_in_checkpoints())
-        return super()._read(path, state, strict, weights_only)
-
 
 def _check_installed(strategy: object) -> None:
     if find_spec("deepspeed") is None:
@@ -240,13 +225,23 @@ def _check_installed(strategy: object) -> None:
         )
 
 
-def _adapt_config(strategy: Any) -> None:
+def _adapt(strategy: Any) -> None:
     strategy.config = copy.deepcopy(strategy.config)  # Lightning writes into the user's
     # With offloaded states DeepSpeed accepts no optimizer but its own, which needs a compiler.
     strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
     # Lightning sets this too where it makes the config: else only a few classes of optimizers are accepted.
     strategy.config.setdefault("zero_allow_untested_optimizer", True)
-    strategy._runs_layers_together = strategy.zero_stage_3  # which gathers parameters in each forward
+    strategy._activations.layers_communicate = strategy.zero_stage_3  # which gathers parameters in each forward
+    strategy._checkpoints.writes_itself = True
+    strategy._checkpoints.classes = _classes_in_checkpoints
+
+
+def _classes_in_checkpoints() -> tuple[type, ...]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -255,11 +250,7 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _choose_devices(strategy: Any) -> None:
-    """Lets DeepSpeed train on CPUs.
-
-    Raises:
-        RuntimeError: If DeepSpeed found another kind of device than Lightning.
-    """
+    """Lets DeepSpeed train on CPUs; raises RuntimeError if it found another kind of device than Lightning."""
     from deepspeed.accelerator import get_accelerator
 
     devices, found = strategy.parallel_devices or [], get_accelerator().device_name()
@@ -271,14 +262,6 @@ def _choose_devices(strategy: Any) -> None:
         )
     if found == "cpu":
         strategy.parallel_devices = [torch.device("cpu", index) for index in range(len(devices))]
-
-
-def _classes_in_checkpoints() -> tuple[type, ...]:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
 
 
 @contextmanager
@@ -328,22 +311,17 @@ def _whole_parameters(model: Module, config: Any, device: torch.device) -> Itera
         model.to(device)  # Lightning moved it to the CPU after an earlier stage
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = next((each for name, each in dtypes.items() if config.get(name, {}).get("enabled")), None)
-    stand_ins: dict[Parameter, Parameter] = {}
 
     def stand_in(parameter: Parameter) -> Parameter:
-        if parameter not in stand_ins:
-            cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            number = torch.zeros((), dtype=cast, device=device)
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            stand_ins[parameter] = Parameter(number.expand(shape), parameter.requires_grad)
-        return stand_ins[parameter]
+        cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        number = torch.zeros((), dtype=cast, device=device)
+        return Parameter(number.expand(getattr(parameter, "ds_shape", parameter.shape)), parameter.requires_grad)
 
+    stand_ins: Any = {parameter: stand_in(parameter) for parameter in model.parameters()}
     own = [(module, module._parameters) for module in model.modules()]
     try:
         for module, parameters in own:
-            module._parameters = {
-                name: None if parameter is None else stand_in(parameter) for name, parameter in parameters.items()
-            }
+            module._parameters = {name: stand_ins.get(parameter) for name, parameter in parameters.items()}
         yield
     finally:
         for module, parameters in own:

@@ -1,7 +1,7 @@
 """``liger_fsdp``: Fully Sharded Data Parallel with fused kernels, for Trainer and Fabric, on GPUs and CPUs."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from liger_ops.arguments import wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.fabric import FabricStrategy
@@ -38,87 +39,6 @@ from lightning_liger.strategies.trainer import TrainerStrategy
 from lightning_liger.weights.materialize import Materializer, has_meta_tensors
 
 _ROOT = "liger_fsdp_root"
-
-
-class _Sharding:
-    """Wraps models in FSDP for a strategy of Trainer or Fabric.
-
-    ``arguments`` are those of FSDP that neither the strategy nor Lightning's knows.
-    """
-
-    def __init__(
-        self,
-        strategy: Any,
-        auto_wrap_policy: LayerPolicy | None,
-        sharding_strategy: ShardingStrategy,
-        arguments: dict[str, Any],
-    ) -> None:
-        self._strategy = strategy
-        self._auto_wrap_policy = auto_wrap_policy
-        self.arguments = arguments
-        # Not given to Lightning, which refuses hybrid sharding without a policy: ours may come from the model.
-        strategy.sharding_strategy = sharding_strategy
-        self._mesh_sizes = self.arguments.pop("device_mesh", None)
-        self.backward_repair = BackwardRepair()
-
-    def make_mesh(self) -> None:
-        """Makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
-        sizes = self._mesh_sizes
-        if isinstance(sizes, tuple):
-            if math.prod(sizes) != dist.get_world_size():
-                raise ValueError(
-                    f"device_mesh={sizes}: the product of the sizes must be world_size = {dist.get_world_size()}"
-                )
-            sizes = init_device_mesh(self._strategy.root_device.type, sizes)
-        if sizes is not None:
-            self.arguments["device_mesh"] = sizes
-
-    def wrap(self, model: Module, precision: Any) -> Module:
-        """``model`` wrapped in FSDP, unless its user wrapped it. Lightning's set-up accepts a wrapped model as it is.
-
-        Lightning itself would pass FSDP a device index, which a CPU does not have.
-        """
-        strategy = self._strategy
-        on_cpu = strategy.root_device.type == "cpu"
-        if on_cpu and precision.scaler is not None and not precision.scaler.is_enabled():
-            precision.scaler = ShardedGradScaler(device="cpu")  # Lightning's is for GPUs, and off without one
-        root, parameters = vars(model).get(_ROOT, (None, []))
-        if root is not None and set(parameters) == set(model.parameters()):
-            return self.backward_repair.watch(root)
-        if _is_wrapped(model):
-            check_head_units(model, tied_pairs(model))
-            return self.backward_repair.watch(model)
-        pairs = tied_pairs(model)
-        layers = resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model)
-        if not layers:
-            rank_zero_warn(
-                "auto_wrap_policy was not given and the model names no layers that must not be split: FSDP gathers all"
-                " of its parameters at once. Name its layer classes in auto_wrap_policy."
-            )
-        arguments = dict(self.arguments)
-        if layers:
-            arguments["auto_wrap_policy"] = ModuleWrapPolicy(layers) if isinstance(layers, set) else layers
-        if has_meta_tensors(model) and arguments.get("param_init_fn") is None:
-            arguments["param_init_fn"] = Materializer(model, strategy.root_device)
-        detach_frozen_heads(model)
-        root = FullyShardedDataParallel(
-            model,
-            device_id=strategy.root_device,
-            cpu_offload=None if on_cpu else strategy.cpu_offload,  # parameters are in CPU memory already
-            mixed_precision=strategy.mixed_precision_config,
-            sharding_strategy=strategy.sharding_strategy,
-            **arguments,
-        )
-        wanted = strategy.sharding_strategy
-        if root.sharding_strategy == ShardingStrategy.NO_SHARD != wanted and dist.get_world_size() > 1:
-            raise ValueError(  # FSDP falls back to NO_SHARD, within the one process
-                f"sharding_strategy={wanted.name} shards over groups of one process, so replicas would not average"
-                " their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
-            )
-        check_head_units(root, pairs)
-        # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
-        vars(model)[_ROOT] = (root, list(model.parameters()))
-        return self.backward_repair.watch(root)
 
 
 class BackwardRepair:
@@ -162,6 +82,88 @@ class BackwardRepair:
                 unit._handle.reshard(False)
 
 
+class _Sharding:
+    """Wraps the models of a strategy in FSDP.
+
+    ``arguments`` are those of FSDP that neither the strategy nor Lightning's knows.
+    """
+
+    def __init__(
+        self, strategy: Any, auto_wrap_policy: LayerPolicy | None, sharding_strategy: Any, arguments: dict[str, Any]
+    ) -> None:
+        self._strategy = strategy
+        self._auto_wrap_policy = auto_wrap_policy
+        self._arguments = arguments
+        named = {name.lower(): each for name, each in ShardingStrategy.__members__.items()}
+        found = named.get(str(sharding_strategy).lower(), sharding_strategy)
+        if not isinstance(found, ShardingStrategy):
+            raise wrong_value("sharding_strategy", f"one of {list(ShardingStrategy.__members__)}", sharding_strategy)
+        # Not given to Lightning, which refuses hybrid sharding without a policy: ours may come from the model.
+        strategy.sharding_strategy = found
+        strategy._checkpoints.classes = tuple
+        self._mesh_sizes = arguments.pop("device_mesh", None)
+        self.backward_repair = BackwardRepair()
+
+    def make_mesh(self) -> None:
+        """Makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
+        sizes = self._mesh_sizes
+        if isinstance(sizes, tuple):
+            if math.prod(sizes) != dist.get_world_size():
+                raise ValueError(
+                    f"device_mesh={sizes}: the product of the sizes must be world_size = {dist.get_world_size()}"
+                )
+            sizes = init_device_mesh(self._strategy.root_device.type, sizes)
+        if sizes is not None:
+            self._arguments["device_mesh"] = sizes
+
+    def wrap(self, model: Module, precision: Any) -> Module:
+        """``model`` wrapped in FSDP, unless its user wrapped it. Lightning's set-up accepts a wrapped model as it is.
+
+        Lightning itself would pass FSDP a device index, which a CPU does not have.
+        """
+        strategy = self._strategy
+        on_cpu = strategy.root_device.type == "cpu"
+        if on_cpu and precision.scaler is not None and not precision.scaler.is_enabled():
+            precision.scaler = ShardedGradScaler(device="cpu")  # Lightning's is for GPUs, and off without one
+        root, parameters = vars(model).get(_ROOT, (None, []))
+        if root is not None and set(parameters) == set(model.parameters()):
+            return self.backward_repair.watch(root)
+        pairs = tied_pairs(model)
+        if _is_wrapped(model):
+            check_head_units(model, pairs)
+            return self.backward_repair.watch(model)
+        layers = resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model)
+        if not layers:
+            rank_zero_warn(
+                "auto_wrap_policy was not given and the model names no layers that must not be split: FSDP gathers all"
+                " of its parameters at once. Name its layer classes in auto_wrap_policy."
+            )
+        arguments = dict(self._arguments)
+        if layers:
+            arguments["auto_wrap_policy"] = ModuleWrapPolicy(layers) if isinstance(layers, set) else layers
+        if has_meta_tensors(model) and arguments.get("param_init_fn") is None:
+            arguments["param_init_fn"] = Materializer(model, strategy.root_device)
+        detach_frozen_heads(model)
+        wanted = strategy.sharding_strategy
+        root = FullyShardedDataParallel(
+            model,
+            device_id=strategy.root_device,
+            cpu_offload=None if on_cpu else strategy.cpu_offload,  # parameters are in CPU memory already
+            mixed_precision=strategy.mixed_precision_config,
+            sharding_strategy=wanted,
+            **arguments,
+        )
+        if root.sharding_strategy == ShardingStrategy.NO_SHARD != wanted and dist.get_world_size() > 1:
+            raise ValueError(  # FSDP falls back to NO_SHARD, within the one process
+                f"sharding_strategy={wanted.name} shards over groups of one process, so replicas would not average"
+                " their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
+            )
+        check_head_units(root, pairs)
+        # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
+        vars(model)[_ROOT] = (root, list(model.parameters()))
+        return self.backward_repair.watch(root)
+
+
 class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
@@ -198,8 +200,8 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """
 
     strategy_name = "liger_fsdp"
-    _shards_parameters = True
     _wrapper = FullyShardedDataParallel
+    _shards_parameters = True
     mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision_plugin))
 
     def __init__(
@@ -213,8 +215,8 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         check_policy("auto_wrap_policy", auto_wrap_policy)
         super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
         self.engine.materializes = True
-        self.saves_folders = kwargs.get("state_dict_type", "full") == "sharded"
-        self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self.kwargs)
+        self._checkpoints.writes_itself = kwargs.get("state_dict_type", "full") == "sharded"
+        self._sharding = _Sharding(self, auto_wrap_policy, sharding_strategy, self.kwargs)
 
     @override
     def _control_plugin(self, plugin: Any) -> None:
@@ -227,7 +229,7 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.saves_folders or self.root_device.type != "cpu":
+        if self._checkpoints.writes_itself or self.root_device.type != "cpu":
             return super().lightning_module_state_dict()
         assert self.model is not None
         with _whole_on_cpu(self.model):
@@ -235,7 +237,7 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.saves_folders or self.root_device.type != "cpu":
+        if self._checkpoints.writes_itself or self.root_device.type != "cpu":
             return super().optimizer_state(optimizer)
         assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -246,7 +248,7 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
 
     @override
-    def _prepare(self, convert: Callable[[Module], Module], model: Module) -> Module:
+    def _prepare(self, model: Module) -> Module:
         module = self.lightning_module
         is_manual = module is not None and not module.automatic_optimization and module.trainer.training
         if is_manual and (_ROOT in vars(model) or not _is_wrapped(model)):  # backward would run inside FSDP's forward
@@ -256,7 +258,7 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
                 " 'liger_ddp', or wrap the model inside the LightningModule in FullyShardedDataParallel in"
                 " configure_model"
             )
-        return self._sharding.wrap(super()._prepare(convert, model), self.precision_plugin)
+        return self._sharding.wrap(super()._prepare(model), self.precision_plugin)
 
 
 LigerStrategy = LigerFSDPStrategy
@@ -269,9 +271,8 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.
     """
 
-    writes_itself = True
-    _shards_parameters = True
     _wrapper = FullyShardedDataParallel
+    _shards_parameters = True
     mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision))
 
     def __init__(
@@ -284,13 +285,18 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     ) -> None:
         check_policy("auto_wrap_policy", auto_wrap_policy)
         super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
+        self._checkpoints.writes_itself = True
         self._saves_shards = kwargs.get("state_dict_type", "sharded") == "sharded"
-        self._sharding = _Sharding(self, auto_wrap_policy, _check_sharding(sharding_strategy), self._fsdp_kwargs)
+        self._sharding = _Sharding(self, auto_wrap_policy, sharding_strategy, self._fsdp_kwargs)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._sharding.make_mesh()
+
+    @override
+    def _prepare(self, model: Module) -> Module:
+        return self._sharding.wrap(super()._prepare(model), self.precision)
 
     @override
     def module_to_device(self, module: Module) -> None:
@@ -300,10 +306,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         with self._sharding.backward_repair.context():
             super().backward(tensor, module, *args, **kwargs)
-
-    @override
-    def _prepare(self, module: Module) -> Module:
-        return self._sharding.wrap(super()._prepare(module), self.precision)
 
     @override
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -340,15 +342,6 @@ def _mixed_precision_config(strategy: Any, plugin: Any) -> MixedPrecision | None
 
 def _is_wrapped(model: Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
-def _check_sharding(sharding_strategy: Any) -> ShardingStrategy:
-    named = {name.lower(): strategy for name, strategy in ShardingStrategy.__members__.items()}
-    found = named.get(str(sharding_strategy).lower(), sharding_strategy)
-    if not isinstance(found, ShardingStrategy):
-        known = list(ShardingStrategy.__members__)
-        raise ValueError(f"sharding_strategy must be one of {known}, got {sharding_strategy!r}")
-    return found
 
 
 def _whole_on_cpu(model: Module) -> AbstractContextManager[Any]:

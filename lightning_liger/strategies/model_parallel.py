@@ -18,7 +18,7 @@ from liger_ops.arguments import check_integer, wrong_type, wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.fabric import FabricStrategy
-from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads
+from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads, tied_pairs
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
@@ -32,39 +32,35 @@ _SETUP_ORDER = (
 
 
 class _Sharding:
-    """Shards models by FSDP2 and tensor parallelism for a strategy of Trainer or Fabric."""
+    """Shards the models of a strategy, which Lightning's ``__init__`` has made, by FSDP2 and tensor parallelism."""
 
-    def __init__(
-        self,
-        strategy: Any,
-        auto_wrap_policy: list[str] | set[type[Module]] | None,
-        data_parallel_size: Literal["auto"] | int,
-        tensor_parallel_size: int,
-    ) -> None:
+    def __init__(self, strategy: Any, auto_wrap_policy: Any) -> None:
         check_policy("auto_wrap_policy", auto_wrap_policy, takes_functions=False)
-        if data_parallel_size != "auto":
-            check_integer("data_parallel_size", data_parallel_size, at_least=1)
-        check_integer("tensor_parallel_size", tensor_parallel_size, at_least=1)
+        if strategy._data_parallel_size != "auto":
+            check_integer("data_parallel_size", strategy._data_parallel_size, at_least=1)
+        check_integer("tensor_parallel_size", strategy._tensor_parallel_size, at_least=1)
         self._strategy = strategy
         self._auto_wrap_policy = auto_wrap_policy
-        self.data_parallel_size = data_parallel_size
-        self.tensor_parallel_size = tensor_parallel_size
+        strategy._checkpoints.classes = tuple
+        strategy._activations.layers_communicate |= strategy._tensor_parallel_size > 1
 
-    def check_size(self) -> None:
+    def check_sizes(self) -> None:
         """Raises ValueError if the ranks of tensor parallelism do not divide the processes, before they start."""
-        num_processes, size = self._strategy.num_nodes * self._strategy.num_processes, self.tensor_parallel_size
-        if self.data_parallel_size == "auto":
+        strategy = self._strategy
+        num_processes, size = strategy.num_nodes * strategy.num_processes, strategy._tensor_parallel_size
+        if strategy._data_parallel_size == "auto":
             if num_processes % size:
                 raise wrong_value(
                     "tensor_parallel_size", f"a divisor of the number of processes, {num_processes}", size
                 )
-            self._strategy._data_parallel_size = num_processes // size
+            strategy._data_parallel_size = num_processes // size
 
     def shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
         """Shards a whole ``model``; over data-parallel ranks, layers of the policy one by one, then ``roots``."""
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, layers) and module not in roots] + roots
-        check_tied_units(model, set(units))
+        in_order = [module for module in model.modules() if module in units]
+        check_tied_units(model, in_order, tied_pairs(model))
         if mesh["tensor_parallel"].size() > 1 and not is_distributed(model):
             parallelize(model, mesh["tensor_parallel"])
         for unit in units:
@@ -79,17 +75,17 @@ class _Sharding:
         units = [module for module in model.modules() if isinstance(module, (FSDPModule, *layers))]
         materialize(model, self._strategy.root_device, units)
 
-    @staticmethod
-    def expose_lazy_logits(model: Module) -> None:
-        """Shows the tensors of lazy logits to FSDP2, which waits for the gradients of what its modules return.
 
-        A head's weight stays gathered until then, also if the head is a separate FSDP unit.
-        """
-        heads = set(gather_heads(model))
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule) and not heads.isdisjoint(unit.modules()):
-                unit.set_reshard_after_forward(False, recurse=False)
-                HIDDEN_STATES.expose(unit)
+def _expose_lazy_logits(model: Module) -> None:
+    """Shows the tensors of lazy logits to FSDP2, which waits for the gradients of what its modules return.
+
+    A head's weight stays gathered until then, also if the head is a separate FSDP unit.
+    """
+    heads = set(gather_heads(model))
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule) and not heads.isdisjoint(unit.modules()):
+            unit.set_reshard_after_forward(False, recurse=False)
+            HIDDEN_STATES.expose(unit)
 
 
 class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelParallelStrategy):
@@ -129,7 +125,6 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
         super().__init__(
             kernels,
             activation_checkpointing_policy=activation_checkpointing_policy,
@@ -137,20 +132,20 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        self.saves_folders = kwargs.get("save_distributed_checkpoint", True)
-        self._runs_layers_together |= tensor_parallel_size > 1
+        self._sharding = _Sharding(self, auto_wrap_policy)
+        self._checkpoints.writes_itself = kwargs.get("save_distributed_checkpoint", True)
         self.engine.materializes = True
 
     @override
     def setup_environment(self) -> None:
-        self._sharding.check_size()
+        self._sharding.check_sizes()
         super().setup_environment()
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
         assert self.model is not None
         if has_meta_tensors(self.model):  # Lightning's set-up would give the model memory before it is sharded
-            self.model = self._prepare(self.precision_plugin.convert_module, self.model)
+            self.model = self._convert(self.precision_plugin.convert_module, self.model)
             self._shard_children(self.model)
             self._sharding.materialize(self.model)
         module: Any = self.lightning_module
@@ -172,7 +167,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         super().model_to_device()
         assert self.model is not None
         self._shard_children(self.model)
-        self._sharding.expose_lazy_logits(self.model)
+        _expose_lazy_logits(self.model)
 
     def _shard_children(self, model: Module) -> None:
         if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -201,7 +196,6 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
             ``fabric.setup_module``, make the optimizer of its parameters, then call ``fabric.setup_optimizers``.
     """
 
-    writes_itself = True
     _shards_parameters = True
 
     def __init__(
@@ -216,7 +210,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise wrong_type("parallelize_fn", "a function or None", parallelize_fn)
-        self._sharding = _Sharding(self, auto_wrap_policy, data_parallel_size, tensor_parallel_size)
+        self._parallelize = parallelize_fn or self._shard_whole
         super().__init__(
             kernels,
             activation_checkpointing_policy=activation_checkpointing_policy,
@@ -225,12 +219,12 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        self._parallelize = parallelize_fn or self._shard_whole
-        self._runs_layers_together = tensor_parallel_size > 1
+        self._sharding = _Sharding(self, auto_wrap_policy)
+        self._checkpoints.writes_itself = True
 
     @override
     def setup_environment(self) -> None:
-        self._sharding.check_size()
+        self._sharding.check_sizes()
         super().setup_environment()
 
     def _shard_whole(self, module: Module, mesh: DeviceMesh) -> Module:
@@ -241,7 +235,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         module = self._parallelize(module, mesh)
         if isinstance(module, Module):  # Lightning refuses anything else
             self._sharding.materialize(module)
-            self._sharding.expose_lazy_logits(module)
+            _expose_lazy_logits(module)
         return module
 
     @override

@@ -36,11 +36,6 @@ from lightning_liger.subclasses import made_subclass
 OnNonfiniteGrad = Literal["raise", "skip", "ignore"]
 
 
-def check_on_nonfinite_grad(on_nonfinite_grad: str) -> None:
-    """Raises ValueError for a value that is none of the three."""
-    check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
-
-
 def _check_scaler(on_nonfinite_grad: OnNonfiniteGrad, scaler: Any) -> None:
     if on_nonfinite_grad == "raise" and scaler is not None:
         raise ValueError(
@@ -174,7 +169,7 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
         on_nonfinite_grad: OnNonfiniteGrad = "ignore",
     ) -> None:
         super().__init__(precision, scaler, kernels)
-        check_on_nonfinite_grad(on_nonfinite_grad)
+        check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
         _check_scaler(on_nonfinite_grad, self.scaler)
         self.on_nonfinite_grad = on_nonfinite_grad
 
@@ -226,10 +221,7 @@ def control_gradients(
     """Lets a plugin of the Trainer clip as a strategy says, and run backward in a context.
 
     A ``LigerPrecisionPlugin`` keeps its own settings, and a plugin with another ``clip_grad_by_norm`` than Lightning's
-    keeps that.
-
-    Raises:
-        ValueError: If the plugin cannot follow ``on_nonfinite_grad``.
+    keeps that: ValueError if it cannot follow ``on_nonfinite_grad``.
     """
     mixins: tuple[type[Precision], ...] = ()
     if backward_context is not None:

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -31,8 +30,8 @@ _FSDP = (LigerFSDPStrategy, FabricLigerFSDPStrategy)
 _MODEL_PARALLEL = (LigerModelParallelStrategy, FabricLigerModelParallelStrategy)
 _DEEPSPEED = (LigerDeepSpeedStrategy, FabricLigerDeepSpeedStrategy)
 _UNUSED = {"find_unused_parameters": True}
-_OFFLOAD_OPTIMIZER = {"offload_optimizer": True}
-_OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
+_OFFLOAD_2 = {"stage": 2, "offload_optimizer": True}
+_OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 
 REGISTRATIONS = (
     Registration("liger", *_SINGLE, "One device"),
@@ -42,19 +41,15 @@ REGISTRATIONS = (
     Registration("liger_fsdp_cpu_offload", *_FSDP, "FSDP, states in CPU memory,", {"cpu_offload": True}),
     Registration("liger_model_parallel", *_MODEL_PARALLEL, "FSDP2 and tensor parallelism on a device mesh"),
     Registration("liger_deepspeed_stage_2", *_DEEPSPEED, "ZeRO 2", {"stage": 2}),
-    Registration(
-        "liger_deepspeed_stage_2_offload", *_DEEPSPEED, "ZeRO 2 offloaded", {"stage": 2, **_OFFLOAD_OPTIMIZER}
-    ),
+    Registration("liger_deepspeed_stage_2_offload", *_DEEPSPEED, "ZeRO 2 offloaded", _OFFLOAD_2),
     Registration("liger_deepspeed_stage_3", *_DEEPSPEED, "ZeRO 3", {"stage": 3}),
-    Registration("liger_deepspeed_stage_3_offload", *_DEEPSPEED, "ZeRO 3 offloaded", {"stage": 3, **_OFFLOAD}),
+    Registration("liger_deepspeed_stage_3_offload", *_DEEPSPEED, "ZeRO 3 offloaded", _OFFLOAD_3),
 )
 
 
 def register_strategies() -> None:
-    """Registers every name that is not taken; without ``torch.distributed`` only ``liger``."""
+    """Registers every name that is not taken."""
     for name, trainer, fabric, engine, options in REGISTRATIONS:
-        if name != "liger" and not dist.is_available():
-            continue
         for registry, strategy in ((StrategyRegistry, trainer), (STRATEGY_REGISTRY, fabric)):
             if name not in registry:
                 description = f"{engine} with fused kernels and a loss that never materializes the logits"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO
@@ -12,13 +12,13 @@ from lightning.pytorch.strategies import Strategy
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from liger_ops.arguments import check_bool, check_path
+from liger_ops.arguments import check_choice
 from lightning_liger.activations.plan import Plan
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, replace
+from lightning_liger.resuming.atomic_io import atomic_by_default
 from lightning_liger.resuming.rank_state import RankStates
-from lightning_liger.resuming.safe_loading import check_checkpoint, check_is_of_trainer, sharded_errors_explained
+from lightning_liger.resuming.safe_loading import check_is_of_trainer
 from lightning_liger.resuming.sigterm import GracefulShutdown
 from lightning_liger.sequences.context_parallel import ContextParallel, check_size
 from lightning_liger.strategies.parts.activations import (
@@ -29,17 +29,12 @@ from lightning_liger.strategies.parts.activations import (
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
-from lightning_liger.strategies.parts.early_release import EarlyRelease
+from lightning_liger.strategies.parts.checkpoints import Checkpoints
+from lightning_liger.strategies.parts.early_release import release_gradients
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
 from lightning_liger.strategies.parts.policies import LayerPolicy
-from lightning_liger.strategies.precision import (
-    OnNonfiniteGrad,
-    check_on_nonfinite_grad,
-    control_gradients,
-    lazy_until_the_end_of,
-    settled,
-)
+from lightning_liger.strategies.precision import OnNonfiniteGrad, control_gradients, lazy_until_the_end_of, settled
 from lightning_liger.training.protocol import Engine
 from lightning_liger.weights.materialize import materialize
 
@@ -47,10 +42,9 @@ from lightning_liger.weights.materialize import materialize
 class TrainerStrategy(Strategy):
     """Kernels, activations, checkpoints, context parallelism and gradients. A mixin for strategies of the Trainer.
 
-    Checkpoints are atomic, and an error on one rank while saving is an error on all. They also hold the state of each
-    rank (see :class:`~lightning_liger.resuming.rank_state.RankStates`), so that a resumed run reproduces the
-    uninterrupted run, on CPUs bit for bit; data loaders resume in the middle of an epoch, and validation leaves the
-    random states of training unchanged. On SIGTERM training stops gracefully (see
+    Checkpoints hold the state of each rank (see :class:`~lightning_liger.resuming.rank_state.RankStates`), so that a
+    resumed run reproduces the uninterrupted run, on CPUs bit for bit; data loaders resume in the middle of an epoch,
+    and validation leaves the random states of training unchanged. On SIGTERM training stops gracefully (see
     :class:`~lightning_liger.resuming.sigterm.GracefulShutdown`).
 
     With ``context_parallel_size`` consecutive ranks get the same batches, and the steps of
@@ -58,8 +52,6 @@ class TrainerStrategy(Strategy):
     sharded over all ranks. In ``predict`` rows stay whole.
     """
 
-    saves_folders = False
-    """Whether checkpoints are folders that all ranks write to."""
     _wrapper: Callable[..., Any] | None = None
     """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
     _shards_parameters = False
@@ -77,25 +69,24 @@ class TrainerStrategy(Strategy):
         fault_tolerance: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_on_nonfinite_grad(on_nonfinite_grad)
+        check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
         check_size(context_parallel_size, context_parallel_size)
-        check_bool("fault_tolerance", fault_tolerance)
         self.kernels = kernels
         self.on_nonfinite_grad = on_nonfinite_grad
+        self.fault_tolerance = fault_tolerance
         self.context_parallel_size = context_parallel_size
         self.context_parallel: ContextParallel | None = None
-        self._runs_layers_together = context_parallel_size > 1
-        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
-        self.fault_tolerance = fault_tolerance
         self.engine = Engine(self)
         """The strategy as the module sees it."""
         self._kernels = Kernels(kernels)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
-        self._early_release: EarlyRelease | None = EarlyRelease()
+        self._activations.layers_communicate = context_parallel_size > 1
+        self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
+        self._stepped: Optimizer | None = None
+        """The optimizer whose step used the gradients that are still there."""
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
         refuse_unknown(self, kwargs, self._wrapper)
-        self._io = atomic_by_default(kwargs.get("checkpoint_io"))
         super().__init__(**kwargs)
 
     # Set-up
@@ -120,7 +111,7 @@ class TrainerStrategy(Strategy):
         self._share_sequences(trainer)
         plugin: Any = self.precision_plugin
         # Under every engine Lightning's set-up calls this before it wraps the model, and the dtypes are final then.
-        plugin.convert_module = partial(self._prepare, plugin.convert_module)
+        plugin.convert_module = partial(self._convert, plugin.convert_module)
         try:
             super().setup(trainer)
         finally:
@@ -144,14 +135,18 @@ class TrainerStrategy(Strategy):
         self.context_parallel = self.context_parallel or ContextParallel(size)
         self.context_parallel.apply(self.lightning_module)
 
-    def _prepare(self, convert: Callable[[Module], Module], model: Module) -> Module:
-        """``model`` as the engine gets it: in its dtypes, with kernels, and layers in their modes."""
+    def _convert(self, convert: Callable[[Module], Module], model: Module) -> Module:
+        """``model`` in the engine's dtypes, and prepared."""
         with buffers_as_pretrained(model):
             model = convert(model)
+        return self._prepare(model)
+
+    def _prepare(self, model: Module) -> Module:
+        """``model`` as the engine gets it: with kernels, and layers in their modes."""
         with self._final_parameters(model):
             self._patching.apply(model)
         if self.kernels != "none" or self._activations.is_asked_for:
-            self._activations.control(model, self.root_device, self._runs_layers_together, self._announce_plan)
+            self._activations.control(model, self.root_device, self._announce_plan)
         return model
 
     @property
@@ -165,10 +160,8 @@ class TrainerStrategy(Strategy):
 
     def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
         announce_plan(line, plan, fits)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        for logger in trainer.loggers:
-            logger.log_metrics(plan.metrics(), step=trainer.global_step)
+        for logger in self._trainer.loggers:
+            logger.log_metrics(plan.metrics(), step=self._trainer.global_step)
 
     def model_to_device(self) -> None:
         if self.model is not None:
@@ -189,8 +182,9 @@ class TrainerStrategy(Strategy):
             self._shutdown.agree(self._trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._early_release is not None:
-            self._early_release.before_forward(self.lightning_module)
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None:
+            release_gradients(stepped, self.lightning_module)
         with self._activations.advice_on_memory():
             return super().training_step(*args, **kwargs)
 
@@ -201,8 +195,8 @@ class TrainerStrategy(Strategy):
             result = super().optimizer_step(optimizer, settled(closure, module), model, **kwargs)
         if is_step:
             self._activations.step_ends()
-        if self._early_release is not None:
-            self._early_release.used = optimizer
+        if not self.handles_gradient_accumulation:  # or else the engine has gradients in its own buffers
+            self._stepped = optimizer
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,46 +226,35 @@ class TrainerStrategy(Strategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, by default one that writes atomically."""
-        return self._io if self.fault_tolerance else super().checkpoint_io
+        return self._checkpoints.io if self.fault_tolerance else super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if self.fault_tolerance:
-            self._io = atomic_by_default(io)
-        else:
+            self._checkpoints.io = atomic_by_default(io)
+        else:  # Fabric's FSDP and FSDP2 refuse plugins
             super(TrainerStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        def save(to: Any) -> None:
-            super(TrainerStrategy, self).save_checkpoint(checkpoint, to, storage_options)
-
-        if not self.fault_tolerance:
-            save(filepath)
-            return
-        self._rank_states.add_to(checkpoint, self._trainer)
-        path = self.broadcast(filepath)
-        if self.saves_folders and storage_options is None:
-            replace(Path(path), save, on_all_ranks=True)
-        else:
-            fail_together(path, lambda: save(path))
+        if self.fault_tolerance:
+            self._rank_states.add_to(checkpoint, self._trainer)
+        save = super().save_checkpoint
+        self._checkpoints.save(filepath, lambda path: save(checkpoint, path, storage_options))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint; :mod:`~lightning_liger.resuming.safe_loading` says what is refused."""
-        check_path("ckpt_path", checkpoint_path)
-        path = self.broadcast(checkpoint_path)
-        with sharded_errors_explained(path):
-            checkpoint = self._read(path, weights_only)
-        check_is_of_trainer(checkpoint, path)
+        load = super().load_checkpoint
+
+        def read(path: Any) -> dict[str, Any]:
+            own = partial(load, path, weights_only)
+            checkpoint = load_in_trainer(self, Path(path), own) if self._shards_parameters else own()
+            check_is_of_trainer(checkpoint, path)
+            return checkpoint
+
+        checkpoint: dict[str, Any] = self._checkpoints.load("ckpt_path", checkpoint_path, weights_only, read)
         if self.fault_tolerance:
             self._rank_states.take_from(checkpoint, self._trainer)
         return checkpoint
-
-    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        read = partial(super().load_checkpoint, path, weights_only)
-        if not self._shards_parameters:
-            return read()
-        check_checkpoint(Path(path), weights_only)
-        return load_in_trainer(self, Path(path), read)
 
     # The end
 
@@ -283,14 +266,13 @@ class TrainerStrategy(Strategy):
     def teardown(self) -> None:
         super().teardown()
         self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
-        if self._early_release is not None:
-            self._early_release.used = None
+        self._stepped = None
 
     # What callbacks read
 
     @property
     def patch_report(self) -> PatchReport | None:
-        """The report of replaced modules, None before the model was set up."""
+        """The report of replaced modules, None before a model was set up."""
         return self._patching.report
 
     @property

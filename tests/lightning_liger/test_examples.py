@@ -9,8 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from examples import fabric_loop, plain_module
 from tests.lightning_liger.example_losses import loss_and_gradients
-from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts
-from tests.lightning_liger.strategies.workers.multi_node import of_torchrun
+from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts, of_torchrun
 from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
     NUM_STEPS,

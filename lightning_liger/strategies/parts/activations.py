@@ -26,18 +26,13 @@ MemoryBudget = Literal["auto"] | float
 """A share of the GPU's memory up to 1, or GiB above 1."""
 
 
+def announce_plan(line: str, plan: Plan, fits: bool) -> None:
+    """Prints a line about a new plan, once for all ranks."""
+    (rank_zero_info if fits else rank_zero_warn)(line)
+
+
 class ActivationControl:
-    """Controls the layers of models as the arguments say.
-
-    Args:
-        checkpointing: The value of ``activation_checkpointing``.
-        budget: The value of ``memory_budget``.
-        policy: The value of ``activation_checkpointing_policy``.
-
-    Raises:
-        TypeError: For a value of a wrong type.
-        ValueError: For a value that is not among those that the argument takes, and for more than one argument.
-    """
+    """Controls the layers of models as one of three arguments of strategies says; raises for wrong ones."""
 
     def __init__(
         self,
@@ -49,41 +44,26 @@ class ActivationControl:
         _check_budget(budget)
         check_policy("activation_checkpointing_policy", policy)
         self.checkpointing, self.budget, self.policy = checkpointing, budget, policy
-        arguments = {
-            "activation_checkpointing": checkpointing,
-            "activation_checkpointing_policy": policy,
-            "memory_budget": budget,
-        }
-        self._given = {name: value for name, value in arguments.items() if value is not None}
+        names = ("activation_checkpointing", "activation_checkpointing_policy", "memory_budget")
+        arguments = zip(names, (checkpointing, policy, budget), strict=True)
+        self._given = {name: value for name, value in arguments if value is not None}
         if len(self._given) > 1:
             (name, value), (other, _) = list(self._given.items())[:2]
             raise ValueError(f"{name}={shown(value)} must be None if {other} is given: both choose layers")
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
+        self.layers_communicate = False
+        """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
         self._memory: CudaMemory | None = None
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
-        return type(self), (self.checkpointing, self.budget, self.policy)
+        state = {"layers_communicate": self.layers_communicate}
+        return type(self), (self.checkpointing, self.budget, self.policy), state
 
     def control(
-        self,
-        model: Module,
-        device: torch.device,
-        runs_layers_together: bool = False,
-        announce: Callable[[str, Plan, bool], None] | None = None,
+        self, model: Module, device: torch.device, announce: Callable[[str, Plan, bool], None] = announce_plan
     ) -> None:
-        """Sets the modes of the layers in ``model``; with a budget, makes their planner.
-
-        Args:
-            model: Before an engine wraps it, or again later.
-            device: That it trains on.
-            runs_layers_together: Whether ranks exchange data in the forward of a layer.
-            announce: Is called with a line about each new plan, the plan, and whether it fits; by default prints it.
-
-        Raises:
-            ValueError: If the model does not have the layers that the arguments name, for a number as the budget of a
-                device that is no GPU, or for one above the GPU's memory.
-        """
+        """Sets the modes of the layers in ``model``, before an engine wraps it or again later; makes their planner."""
         modules = set(model.modules())
         if self.recomputes and any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
             raise ValueError(
@@ -108,9 +88,9 @@ class ActivationControl:
                 )
             return
         ranks = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            ranks = AllRanks(partial(_run_together, controlled, runs_layers_together))
-        controlled.observer = Planner(controlled, Budget(self.budget), self._memory, ranks, announce or announce_plan)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            ranks = AllRanks(partial(_run_together, controlled, self.layers_communicate))
+        controlled.observer = Planner(controlled, Budget(self.budget), self._memory, ranks, announce)
 
     def _find(self, model: Module) -> ControlledLayers | None:
         """Controls the layers of a new model, each in its mode."""
@@ -230,8 +210,3 @@ def _run_together(controlled: ControlledLayers, always: bool) -> bool:
     """Whether ranks exchange data in the forward of a layer, as engines that shard parts of it do."""
     parts = (part for layer in controlled.layers for part in layer.modules() if part is not layer)
     return always or any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in parts)
-
-
-def announce_plan(line: str, plan: Plan, fits: bool) -> None:
-    """Prints a line about a plan, once for all ranks."""
-    (rank_zero_info if fits else rank_zero_warn)(line)

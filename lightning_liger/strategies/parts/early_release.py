@@ -2,34 +2,21 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 
-class EarlyRelease:
-    """Frees the last step's gradients before a forward.
+def release_gradients(optimizer: Optimizer, module: Any) -> None:
+    """Frees the gradients that the last step of ``optimizer`` used, before a forward of ``module``.
 
     Lightning zeroes them between forward and backward, so that activations and old gradients are in memory together.
     A module or callback that has something to do when gradients are zeroed finds them as Lightning leaves them.
     """
-
-    used: Optimizer | None = None
-    """The optimizer whose step used the gradients that are still there."""
-
-    def before_forward(self, module: Any) -> None:
-        used, self.used = self.used, None
-        if used is not None and not _watches_zeroing(module):
-            used.zero_grad()
-
-
-def _watches_zeroing(module: LightningModule) -> bool:
-    """Whether zeroing is not Lightning's alone, in a run of automatic optimization."""
-    trainer: Trainer = module.trainer
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of Trainer.__init__
-    return (
-        not module.automatic_optimization
-        or is_overridden("optimizer_zero_grad", module)
-        or is_overridden("on_before_zero_grad", module)
-        or any(is_overridden("on_before_zero_grad", callback, parent=Callback) for callback in callbacks)
-    )
+    if (
+        module.automatic_optimization
+        and not is_overridden("optimizer_zero_grad", module)
+        and not is_overridden("on_before_zero_grad", module)
+        and not any(is_overridden("on_before_zero_grad", each, parent=Callback) for each in module.trainer.callbacks)
+    ):
+        optimizer.zero_grad()

@@ -30,7 +30,15 @@ def clip_gradient_norm(
         return _clip_whole_norm(parameters, max_norm, norm_type)
     roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
     units: set[Tensor] = {parameter for root in roots for parameter in root.parameters()}
-    _check_inside(model, parameters, units)
+    outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in units]
+    if outside:  # their gradients differ between ranks, and so would the norm
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        first = names.get(outside[0], "one of another model")
+        raise ValueError(
+            f"clipping by norm needs every trained parameter in an FSDP unit of {type(model).__name__}, but"
+            f" {len(outside)} of {len(parameters)} are in none, such as {first!r} of shape {tuple(outside[0].shape)}:"
+            " ranks do not average their gradients. Wrap or freeze them."
+        )
     with _without_gradients(units.difference(parameters)):
         if len(roots) == 1:
             return roots[0].clip_grad_norm_(max_norm, norm_type)
@@ -54,19 +62,6 @@ def _clip_whole_norm(parameters: list[Tensor], max_norm: float, norm_type: float
     for group in on_meshes.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
-
-
-def _check_inside(model: Module, parameters: list[Tensor], units: set[Tensor]) -> None:
-    """Raises for parameters that FSDP does not manage: their gradients differ between ranks, and so would the norm."""
-    outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in units]
-    if outside:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        first = names.get(outside[0], "one of another model")
-        raise ValueError(
-            f"clipping by norm needs every trained parameter in an FSDP unit of {type(model).__name__}, but"
-            f" {len(outside)} of {len(parameters)} are in none, such as {first!r} of shape {tuple(outside[0].shape)}:"
-            " ranks do not average their gradients. Wrap or freeze them."
-        )
 
 
 @contextmanager

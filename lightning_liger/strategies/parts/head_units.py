@@ -1,6 +1,5 @@
 """Checks of which FSDP units hold the LM head and the embeddings tied to it."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,8 +37,8 @@ def tied_pairs(model: Module) -> list[tuple[Module, Module]]:
     for module in modules:
         if hasattr(module, "get_input_embeddings") and hasattr(module, "get_output_embeddings"):
             embeddings, head = module.get_input_embeddings(), module.get_output_embeddings()
-            weights = [getattr(each, "weight", None) for each in (embeddings, head)]
-            if weights[0] is not None and weights[0] is weights[1]:
+            weight = getattr(embeddings, "weight", None)
+            if weight is not None and weight is getattr(head, "weight", None):
                 pairs.append((embeddings, head))
     return pairs
 
@@ -47,7 +46,7 @@ def tied_pairs(model: Module) -> list[tuple[Module, Module]]:
 def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
     """Raises if FSDP in ``model`` hides the head's weight from the fused loss, or separates ``pairs`` that are tied."""
     units = FullyShardedDataParallel.fsdp_modules(model)
-    _check_pairs(model, units, pairs)
+    check_tied_units(model, units, pairs)
     for head in patched_heads(model):
         around = _around(head, units)
         if len(around) > 1 or any(unit.module is head for unit in around):
@@ -57,12 +56,8 @@ def check_head_units(model: Module, pairs: list[tuple[Module, Module]]) -> None:
             )
 
 
-def check_tied_units(model: Module, units: Collection[Module]) -> None:
-    """Raises if ``units``, which are to be sharded one by one inside ``model``, would separate two tied weights."""
-    _check_pairs(model, [module for module in model.modules() if module in units], tied_pairs(model))
-
-
-def _check_pairs(model: Module, units: list[Any], pairs: list[tuple[Module, Module]]) -> None:
+def check_tied_units(model: Module, units: list[Any], pairs: list[tuple[Module, Module]]) -> None:
+    """Raises if ``units``, in the order of the model's modules, separate the two modules of a tied pair."""
     for pair in pairs:
         innermost = [_around(module, units)[-1:] for module in pair]
         if innermost[0] != innermost[1]:
@@ -74,7 +69,7 @@ def _check_pairs(model: Module, units: list[Any], pairs: list[tuple[Module, Modu
 
 
 def _around(module: Module, units: list[Any]) -> list[Any]:
-    """Those of the ``units``, which are in the order of the model's modules, that hold ``module``."""
+    """Those of the ``units`` that hold ``module``."""
     return [unit for unit in units if any(part is module for part in unit.modules())]
 
 

@@ -1,4 +1,4 @@
-"""What strategies, precision plugins and the callback do to a model before an engine wraps it."""
+"""Strategies, precision plugins and the callback apply kernels to a model before an engine wraps it."""
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
@@ -8,15 +8,7 @@ from lightning_liger.patching.apply import KernelChoice
 
 
 class Kernels:
-    """Applies the chosen kernels to models.
-
-    Args:
-        choice: As in :func:`~lightning_liger.apply_liger_kernels`.
-
-    Raises:
-        TypeError: For a choice of another type.
-        ValueError: For an unknown kernel or option.
-    """
+    """Applies the chosen kernels to models; raises for a wrong choice."""
 
     def __init__(self, choice: KernelChoice) -> None:
         check_kernels(choice)

@@ -28,11 +28,7 @@ def check_policy(argument: str, policy: Any, takes_functions: bool = True) -> No
 
 
 def resolve_policy(argument: str, policy: LayerPolicy | None, model: Module) -> Any:
-    """The policy in Lightning's form: names become the classes of ``model``'s layers, everything else stays.
-
-    Raises:
-        ValueError: For a name that is no class, or one that ``model`` has no layer of.
-    """
+    """The policy in Lightning's form: names become the classes of ``model``'s layers, everything else stays."""
     if not isinstance(policy, _COLLECTIONS):
         return policy
     found = {type(module) for module in model.modules()}

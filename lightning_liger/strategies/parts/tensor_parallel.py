@@ -21,9 +21,8 @@ from lightning_liger.strategies.parts.head_units import tied_pairs
 class Replicated(ParallelStyle):
     """Each rank has all of a module's own parameters, and computes with plain tensors.
 
-    Args:
-        sums_gradients: Whether ranks pass the module different parts of the activations, such as their attention heads,
-            so that a parameter's gradient is the sum over ranks. Otherwise all ranks compute the same gradient.
+    With ``sums_gradients`` ranks pass the module different parts of the activations, such as their attention heads, and
+    a parameter's gradient is the sum over ranks. Otherwise all ranks compute the same gradient.
     """
 
     def __init__(self, sums_gradients: bool = False) -> None:
@@ -40,7 +39,7 @@ class VocabParallelEmbedding(ParallelStyle):
     """Each rank has some rows of an embedding and looks up the tokens among them; the results are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)  # see _check
+        assert isinstance(module, nn.Embedding)  # see _planned
         # Every rank but the last, which may have fewer, has as many rows.
         start = -(-module.num_embeddings // device_mesh.size()) * device_mesh.get_local_rank()
         _distribute(module, device_mesh, Shard(0))
@@ -90,9 +89,7 @@ def is_distributed(model: nn.Module) -> bool:
 def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> None:
     """Spreads the Hugging Face models in ``model`` over the ranks of a mesh of one dimension, by their own plans.
 
-    Raises:
-        ValueError: If a model has no plan, a plan has a style that is not supported, or a size cannot be divided by the
-            number of ranks. The model is then unchanged.
+    Where that is not possible, it raises ValueError before it changes anything.
     """
     styles: dict[nn.Module, str] = {}
     for owner in outermost_models(model):
@@ -133,7 +130,15 @@ def _planned(owner: Any, num_ranks: int) -> dict[nn.Module, str]:
     if isinstance(head, nn.Linear):
         styles[head] = "colwise_gather_output"
     for module, style in styles.items():
-        _check(owner, names[module], module, style, num_ranks)
+        expected = nn.Embedding if style.startswith("embedding") else nn.Linear
+        shards = style.startswith(("colwise", "rowwise", "embedding"))
+        if style not in _STYLES or (shards and not isinstance(module, expected)):
+            raise ValueError(_unsupported(num_ranks, owner, names[module], f"{style} of {type(module).__name__}"))
+        split = _SPLIT.get(style)
+        if split is not None and (size := getattr(module, split)) % num_ranks:
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} must divide {split} of {names[module]!r}, which is {size}"
+            )
     if "colwise" in styles.values():
         config = owner.config.get_text_config()
         for setting in ("num_attention_heads", "num_key_value_heads"):
@@ -149,16 +154,6 @@ def _planned(owner: Any, num_ranks: int) -> dict[nn.Module, str]:
 def _generic(name: str) -> str:
     """A module's name as in plans, with stars for numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _check(owner: nn.Module, name: str, module: nn.Module, style: str, num_ranks: int) -> None:
-    expected = nn.Embedding if style.startswith("embedding") else nn.Linear
-    shards = style.startswith(("colwise", "rowwise", "embedding"))
-    if style not in _STYLES or (shards and not isinstance(module, expected)):
-        raise ValueError(_unsupported(num_ranks, owner, name, f"{style} of {type(module).__name__}"))
-    size = getattr(module, _SPLIT[style]) if style in _SPLIT else 0
-    if size % num_ranks:
-        raise ValueError(f"tensor_parallel_size={num_ranks} must divide {_SPLIT[style]} of {name!r}, which is {size}")
 
 
 def _unsupported(num_ranks: int, owner: nn.Module, name: str, style: str) -> str:

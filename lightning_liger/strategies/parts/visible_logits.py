@@ -24,40 +24,24 @@ _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @dataclass(frozen=True)
 class Exposure:
-    """How an engine sees lazy logits. Its hooks are methods, so that models with them can be pickled.
-
-    Attributes:
-        shows_head: Whether it sees views of the head's parameters too, which keep gathered memory until the loss is
-            computed. Otherwise it sees the hidden states, connected to everything that the logits depend on: for
-            engines that only watch the graph.
-    """
+    """How an engine sees lazy logits. Its hooks are methods, so that models with them can be pickled."""
 
     shows_head: bool
-
-    def _connected(self, logits: LazyLogits) -> LazyLogits:
-        """The logits with tensors that the engine may watch or replace."""
-        if self.shows_head:
-            return logits.of(logits.expression.map(lambda tensor: tensor.view_as(tensor)), logits.twin)
-        return logits.same(hidden_states=_Connected.apply(*logits.expression.tensors().values()))
-
-    def _tensors(self, logits: LazyLogits) -> list[Tensor]:
-        return list(logits.expression.tensors().values()) if self.shows_head else [logits.hidden_states]
-
-    def _with_tensors(self, logits: LazyLogits, tensors: list[Tensor]) -> LazyLogits:
-        if self.shows_head:
-            return logits.of(logits.expression.with_tensors(tensors), logits.twin)
-        return logits.same(hidden_states=tensors[0])
+    """Whether it sees views of the head's parameters too, which keep gathered memory until the loss is computed.
+    Otherwise it sees the hidden states, connected to everything that the logits depend on: for engines that only watch
+    the graph."""
 
     def show(self, module: Module, args: Any, output: Any) -> Any:
         """The forward hook before the engine's."""
         from torch.utils._pytree import tree_flatten
 
         leaves, structure = tree_flatten(output)
-        if not any(isinstance(leaf, LazyLogits) for leaf in leaves):
+        logits = {position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
+        if not logits:
             return output
-        logits = {at: self._connected(leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
         for position, leaf in logits.items():
-            leaves[position] = self._tensors(leaf)
+            tensors = leaf.expression.tensors().values()
+            leaves[position] = [t.view_as(t) for t in tensors] if self.shows_head else [_Connected.apply(*tensors)]
         return [_Hidden(structure, logits), *leaves]
 
     def hide(self, module: Module, args: Any, output: Any) -> Any:
@@ -68,7 +52,11 @@ class Exposure:
 
         hidden, *leaves = output
         for position, logits in hidden.logits.items():
-            leaves[position] = self._with_tensors(logits, leaves[position])
+            tensors = leaves[position]
+            if self.shows_head:
+                leaves[position] = logits.of(logits.expression.with_tensors(tensors), logits.twin)
+            else:
+                leaves[position] = logits.same(hidden_states=tensors[0])
         return tree_unflatten(leaves, hidden.structure)
 
     def expose(self, module: Module) -> None:

@@ -144,7 +144,7 @@ def test_shifted_labels_train_as_labels_do() -> None:
 
 
 def test_code_of_the_page_on_sequences_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    shifting, trainer, _ = PAGE_BLOCKS  # the last runs on several ranks, in strategies/context_parallel.py
+    shifting, trainer, _ = PAGE_BLOCKS  # the last runs on several ranks, in strategies/parts/test_shared_sequences.py
     exec(shifting, {})
     scope: dict[str, Any] = {}
     monkeypatch.setattr(L, "Trainer", lambda **options: options)  # this may be a machine with one device

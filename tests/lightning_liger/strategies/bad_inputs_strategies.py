@@ -10,7 +10,13 @@ import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_liger import LigerModelParallelStrategy
+from lightning_liger import (
+    FabricLigerFSDPStrategy,
+    LigerDDPStrategy,
+    LigerDeepSpeedStrategy,
+    LigerFSDPStrategy,
+    LigerModelParallelStrategy,
+)
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.bad_inputs import annotations_of, row
 
@@ -28,8 +34,10 @@ WRONG: list[tuple[Any, ...]] = [
     (LAYERS, "all", "all", "'none', 'full'"),
     (LAYERS, "LlamaDecoderLayer", "LlamaDecoderLayer", "a list or set of layer classes"),
     (LAYERS, {int}, "int", "a class or its name"),
+    (POLICY, ["no.Layer"], "no.Layer", "cannot be imported"),
     (LAYERS, ["no.Layer"], "no.Layer", "cannot be imported"),
     (BUDGET, "80%", "80%", "'auto'"),
+    (LAYERS, ["torch.nn.functional.linear"], "torch.nn.functional.linear", "subclasses of torch.nn.Module"),
     (WRAP, {int}, "int", "a class or its name"),
     (WRAP, ["no.Layer"], "no.Layer", "cannot be imported"),
     (WRAP, nn.Linear, "Linear", "a list or set"),
@@ -55,6 +63,11 @@ BAD_INPUTS = [
         if {first, second} <= set(annotations_of(cls))
     ),
     *(row(partial(cls, precission=5), "unexpected keyword argument", "'precission'") for cls in CLASSES),
+    row(partial(LigerDDPStrategy, kernel="none"), "unexpected keyword argument 'kernel'", "did you mean 'kernels'"),
+    row(partial(LigerFSDPStrategy, use_orig_param=True), "'use_orig_param'; did you mean", "'use_orig_params'"),
+    row(partial(LigerDeepSpeedStrategy, on_nonfinite_grad="skip"), "on_nonfinite_grad='skip'", "only 'ignore'"),
+    row(partial(LigerDeepSpeedStrategy, context_parallel_size=2), "context_parallel_size=2", "only 1"),
+    row(lambda: FabricLigerFSDPStrategy(sharding_strategy="HALF_SHARD"), "sharding_strategy", "HALF_SHARD", "one of"),
     row(
         lambda: fit(strategy=LigerModelParallelStrategy(tensor_parallel_size=4)),
         *("tensor_parallel_size", "a divisor of the number of processes, 1", "got 4"),

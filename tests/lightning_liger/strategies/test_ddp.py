@@ -1,16 +1,14 @@
 """``liger_ddp`` with Fabric on one process, where DDP looks at what the model returns."""
 
-import lightning as L
 import pytest
 import torch
 
 from lightning_liger import FabricLigerDDPStrategy, LazyLogits
-from tests.lightning_liger.strategies.workers.distributed import build_model, make_batches
+from tests.lightning_liger.strategies.workers.distributed import build_model, launched_fabric, make_batches
 
 
 def fabric_model(**options):
-    fabric = L.Fabric(strategy=FabricLigerDDPStrategy(**options), accelerator="cpu", devices=1)
-    fabric.launch()
+    fabric = launched_fabric(FabricLigerDDPStrategy(**options))
     return fabric, fabric.setup_module(build_model())
 
 
@@ -25,17 +23,14 @@ def test_logits_that_the_model_wrote_to_are_real_where_unused_parameters_are_sou
         output.logits[:, 0] *= 2
         return output
 
-    def gradient(model):
-        model.zero_grad()
-        logits = model(batch["input_ids"]).logits
+    gradients = []
+    for each, inner in ((model, model.module), (stock := build_model(), stock)):
+        inner.register_forward_hook(double_first_token)
+        logits = each(batch["input_ids"]).logits
         assert isinstance(logits, torch.Tensor)
         fabric.backward(logits.square().sum())
-        return next(parameter.grad for name, parameter in model.named_parameters() if name.endswith("lm_head.weight"))
-
-    stock = build_model()
-    stock.register_forward_hook(double_first_token)
-    model.module.register_forward_hook(double_first_token)
-    torch.testing.assert_close(gradient(model), gradient(stock), rtol=1e-5, atol=1e-5)
+        gradients.append(inner.lm_head.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 def test_evaluation_of_lazy_logits_needs_no_gradients():

@@ -1,6 +1,5 @@
 """``liger_fsdp`` on one process: what it wraps, what it refuses, and gradients that FSDP brings to the CPU."""
 
-import lightning as L
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -11,6 +10,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     Losses,
     build_model,
+    launched_fabric,
     make_batches,
     make_loader,
     make_trainer,
@@ -43,8 +43,7 @@ def test_policy_that_takes_the_heads_weight_away_is_refused_and_others_train(tmp
 
 
 def test_module_that_the_user_wrapped_is_not_wrapped_again():
-    fabric = L.Fabric(strategy="liger_fsdp", accelerator="cpu", devices=1)
-    fabric.launch()
+    fabric = launched_fabric("liger_fsdp")
     model = build_model()
     model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0], device_id=torch.device("cpu"))
     model = fabric.setup_module(model)
@@ -54,16 +53,7 @@ def test_module_that_the_user_wrapped_is_not_wrapped_again():
 
 
 class Manual(LM):
-    def __init__(self, by_user: bool = False) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.by_user = by_user
-        self.losses: list[float] = []
-
-    def configure_model(self):
-        super().configure_model()
-        if self.by_user:
-            self.model = FullyShardedDataParallel(self.model, device_id=torch.device("cpu"), use_orig_params=True)
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -71,44 +61,18 @@ class Manual(LM):
         loss = self.model(**batch).loss
         self.manual_backward(loss)
         optimizer.step()
-        self.losses.append(loss.item())
+        return loss.detach()
 
 
 def test_manual_optimization_trains_only_where_fsdp_is_inside_the_module(tmp_path):
     trainer = make_trainer(root=tmp_path, strategy=LigerStrategy())
     with pytest.raises(ValueError, match=r"automatic_optimization=False.*'liger_model_parallel'"):
         trainer.fit(Manual(), make_loader(0, 1))
-    module = Manual(by_user=True)
-    make_trainer(root=tmp_path, strategy=LigerStrategy()).fit(module, make_loader(0, 3))
+    options, recorder = {"device_id": torch.device("cpu"), "use_orig_params": True}, Losses()
+    module = Manual(build=lambda module: FullyShardedDataParallel(build_model(), **options))
+    make_trainer(recorder, root=tmp_path, strategy=LigerStrategy()).fit(module, make_loader(0, 3))
     reference = reference_training(build_model(), [make_batches(0, 3)])
-    assert module.losses == pytest.approx(reference.losses[0], rel=1e-5)
-
-
-class TrainsLayers(LM):
-    """All is frozen that is in no layer, as with adapters; notes how many parameters there are after each backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_parameters: list[int] = []
-
-    def on_after_backward(self):
-        self.num_parameters.append(len(list(self.parameters())))
-
-
-def test_frozen_parameters_are_not_lost_where_fsdp_does_not_shard(tmp_path):
-    module = TrainsLayers()
-    module.configure_model()
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_("layers" in name)
-    trainer = make_trainer(root=tmp_path, strategy="liger_fsdp")
-    trainer.fit(module, make_loader(0, 2))
-    trainer.save_checkpoint(tmp_path / "model.ckpt")
-    saved = torch.load(tmp_path / "model.ckpt", weights_only=False)["state_dict"]
-    stock = build_model()
-    assert module.num_parameters == [len(list(stock.parameters()))] * 2
-    assert all(
-        saved[f"model.{name}"].equal(stock.state_dict()[name]) for name in ("lm_head.weight", "model.norm.weight")
-    )
+    assert recorder.losses == pytest.approx(reference.losses[0], rel=1e-5)
 
 
 def test_mesh_of_another_size_than_the_processes_is_refused(tmp_path):
@@ -122,14 +86,10 @@ def test_sharding_strategy_is_a_name_or_one_of_pytorchs(strategy):
     for wanted in ShardingStrategy:
         assert strategy(sharding_strategy=wanted).sharding_strategy is wanted
         assert strategy(sharding_strategy=wanted.name.lower()).sharding_strategy is wanted
-    for unknown in ("HALF_SHARD", 3):
-        with pytest.raises(ValueError, match=rf"sharding_strategy must be one of \['FULL_SHARD'.*, got {unknown!r}"):
-            strategy(sharding_strategy=unknown)
 
 
 def test_whole_checkpoints_of_fabric_on_cpus_are_refused(tmp_path):
-    fabric = L.Fabric(strategy=FabricLigerStrategy(state_dict_type="full"), accelerator="cpu", devices=1)
-    fabric.launch()
+    fabric = launched_fabric(FabricLigerStrategy(state_dict_type="full"))
     with pytest.raises(ValueError, match=r"state_dict_type='full' is not supported on CPUs.*expected .*'sharded'"):
         fabric.save(tmp_path / "model.ckpt", {"model": fabric.setup_module(build_model())})
 

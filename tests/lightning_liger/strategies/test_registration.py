@@ -14,10 +14,7 @@ NAMES = [registration.name for registration in REGISTRATIONS]
 
 @pytest.mark.parametrize("registration", REGISTRATIONS, ids=NAMES)
 def test_name_is_registered_with_its_class_and_options(registration):
-    for registry, strategy in (
-        (StrategyRegistry, registration.trainer),
-        (STRATEGY_REGISTRY, registration.fabric),
-    ):
+    for registry, strategy in ((StrategyRegistry, registration.trainer), (STRATEGY_REGISTRY, registration.fabric)):
         assert registry[registration.name]["strategy"] is strategy
         assert registry[registration.name]["init_params"] == registration.options
         assert "never materializes the logits" in registry[registration.name]["description"]

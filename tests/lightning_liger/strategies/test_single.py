@@ -16,10 +16,12 @@ in_both = pytest.mark.parametrize(("engine", "strategy"), ENGINES.values(), ids=
 
 
 @in_both
-def test_strategy_is_taken_by_name_and_gets_the_device(engine, strategy):
-    made = engine(strategy="liger", accelerator="cpu", devices=1).strategy
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_strategy_is_taken_by_name_and_gets_the_device(engine, strategy, accelerator):
+    last = torch.cuda.device_count() - 1
+    made = engine(strategy="liger", accelerator=accelerator, devices=1 if accelerator == "cpu" else [last]).strategy
     assert type(made) is strategy
-    assert made.root_device == torch.device("cpu")
+    assert made.root_device == (torch.device("cpu") if accelerator == "cpu" else torch.device("cuda", last))
     assert made.world_size == 1
 
 
@@ -32,24 +34,12 @@ def test_several_devices_are_refused_with_what_to_use_instead(engine, strategy, 
 
 
 @in_both
-def test_device_that_the_user_gave_is_kept(engine, strategy):
+def test_device_that_the_user_gave_is_kept_unless_it_contradicts_the_accelerator(engine, strategy):
     made = engine(strategy=strategy(device="cpu")).strategy
     assert made.root_device == torch.device("cpu")
     assert made.parallel_devices == [torch.device("cpu")]
-
-
-@in_both
-def test_device_that_contradicts_the_accelerator_is_refused(engine, strategy):
     with pytest.raises(Exception, match="choose one device type"):
         engine(strategy=strategy(device="cuda:0"), accelerator="cpu")
-
-
-@in_both
-@pytest.mark.gpu
-def test_strategy_gets_the_gpu_that_was_chosen(engine, strategy):
-    last = torch.cuda.device_count() - 1
-    made = engine(strategy="liger", accelerator="gpu", devices=[last]).strategy
-    assert made.root_device == torch.device("cuda", last)
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

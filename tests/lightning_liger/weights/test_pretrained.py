@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from lightning_liger import load_pretrained
 from lightning_liger.weights.materialize import has_meta_tensors, materialize
 from tests.lightning_liger.architectures import tiny_causal_lm
+from tests.lightning_liger.strategies.test_meta_device import OnMeta
 from tests.lightning_liger.strategies.workers.distributed import (
     Losses,
     build_model,
@@ -27,7 +28,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_loader,
     make_trainer,
 )
-from tests.lightning_liger.strategies.workers.meta_device import OnMeta
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
 CPU = torch.device("cpu")

@@ -43,7 +43,6 @@ PLANS = {
     "class": (LlamaDecoderLayer, ["recompute", "recompute"]),
     "parts of layers": (["LlamaMLP"], ["recompute", "recompute"]),
 }
-by_plan = pytest.mark.parametrize(("value", "modes"), PLANS.values(), ids=PLANS)
 
 
 def dropping_model() -> nn.Module:
@@ -70,12 +69,12 @@ class DroppingLM(LM):
 
 
 def fit(root, strategy, num_steps=NUM_STEPS, module=None, **options):
-    """The module, the losses and the norms of its gradients, and the Trainer."""
+    """The module, its losses, and the Trainer."""
     torch.manual_seed(1)
     module, recorder = module or DroppingLM(), Losses()
     trainer = make_trainer(recorder, root=root, strategy=strategy, **options)
     trainer.fit(module, make_loader(0, num_steps))
-    return module, (recorder.losses, recorder.squared_norms), trainer
+    return module, recorder.losses, trainer
 
 
 def modes_of(strategy) -> list[str]:
@@ -83,7 +82,7 @@ def modes_of(strategy) -> list[str]:
     return controlled.modes
 
 
-@by_plan
+@pytest.mark.parametrize(("value", "modes"), PLANS.values(), ids=PLANS)
 def test_every_plan_trains_alike_with_the_trainer(tmp_path, value, modes):
     plain, expected, _ = fit(tmp_path, LigerSingleDeviceStrategy(activation_checkpointing="none"))
     module, found, trainer = fit(tmp_path, LigerSingleDeviceStrategy(activation_checkpointing=value))
@@ -126,31 +125,28 @@ def test_later_stages_and_models_keep_the_plan(tmp_path):
     module, _, trainer = fit(tmp_path, strategy, 2)
     (before,) = strategy._activations.controlled
     trainer.validate(module, make_loader(1, 1), verbose=False)
-    assert set(strategy._activations.controlled) == {before}
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, make_loader(0, 2))
     assert set(strategy._activations.controlled) == {before}
-    assert module.num_runs[0] > module.num_runs[1]
-    plain = LigerSingleDeviceStrategy(kernels="none")
-    left_alone, _, _ = fit(tmp_path, plain, 1)
-    assert not plain._activations.controlled
-    assert type(left_alone.model.model.layers[0]) is LlamaDecoderLayer
     second = DroppingLM()
     trainer.fit_loop.max_epochs = 3
     trainer.fit(second, make_loader(0, 2))
     assert second.num_runs == [4, 2]
 
 
-class WithoutLayers(L.LightningModule):
+def test_layers_are_left_alone_without_kernels_and_plans(tmp_path):
+    strategy = LigerSingleDeviceStrategy(kernels="none")
+    module, _, _ = fit(tmp_path, strategy, 1)
+    assert not strategy._activations.controlled
+    assert type(module.model.model.layers[0]) is LlamaDecoderLayer
+
+
+class WithoutLayers(LM):
     def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2, 2)
+        super().__init__(build=lambda module: nn.Linear(2, 2))
 
     def training_step(self, batch, batch_idx):
-        return self.head(torch.ones(2)).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.model(torch.ones(2)).sum()
 
 
 @pytest.mark.parametrize(
@@ -173,21 +169,17 @@ def test_plans_that_the_model_or_its_device_cannot_follow_are_refused_at_set_up(
 
 def test_budget_above_the_memory_of_the_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(activations, "memory_of", lambda device: FakeMemory(80 * 2**30))
-    for budget in (80, 1, 1e-3):
-        activations.ActivationControl(budget=budget).control(dropping_model(), torch.device("cpu"))
+    activations.ActivationControl(budget=80).control(dropping_model(), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"memory_budget must be at most 80\.0 GiB, the memory of the GPU, got 90"):
         activations.ActivationControl(budget=90).control(dropping_model(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing": 1}, {"memory_budget": "auto"}], ids=str)
-def test_model_that_recomputes_its_layers_itself_is_refused(tmp_path, options):
-    module = LM()
-    module.configure_model()
-    module.model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="gradient_checkpointing_disable") as refused:
-        fit(tmp_path, LigerSingleDeviceStrategy(**options), module=module)
-    assert all(f"{name}={value!r}" in str(refused.value) for name, value in options.items())
-    fit(tmp_path, LigerSingleDeviceStrategy(), 1, module=module)
+def test_model_that_recomputes_its_layers_itself_is_refused():
+    model = build_model()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"memory_budget='auto' needs layers.*gradient_checkpointing_disable"):
+        activations.ActivationControl(budget="auto").control(model, torch.device("cpu"))
+    activations.ActivationControl().control(model, torch.device("cpu"))
 
 
 def test_argument_without_effect_is_told(recwarn):
@@ -204,7 +196,7 @@ def test_argument_without_effect_is_told(recwarn):
 
 
 def test_model_without_layers_trains_where_none_need_be_recomputed(tmp_path):
-    for options in ({"activation_checkpointing": "none"}, {"memory_budget": "auto"}, {}):
+    for options in ({"activation_checkpointing": "none"}, {"memory_budget": "auto"}):
         fit(tmp_path, LigerSingleDeviceStrategy(kernels="none", **options), 1, module=WithoutLayers())
 
 
@@ -259,28 +251,20 @@ def test_budget_of_a_run_that_goes_on_is_planned_anew(tmp_path, memory):
     assert module.num_runs == [2 * (3 + 2)] * 2
 
 
-class RunsOut(DroppingLM):
-    """Runs out of memory in forward or backward of a batch."""
-
-    def __init__(self, where: str, batch: int) -> None:
-        super().__init__()
-        self.where, self.batch = where, batch
-
-    def training_step(self, batch, batch_idx):
-        def fail(*_):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-        if batch_idx == self.batch:
-            layer = self.model.model.layers[0]
-            (layer.register_forward_hook if self.where == "forward" else layer.register_full_backward_hook)(fail)
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("strategy_class", [LigerSingleDeviceStrategy, LigerDDPStrategy])
 def test_step_that_runs_out_of_memory_fails_with_the_plan(tmp_path, memory, where, strategy_class):
+    class RunsOut(DroppingLM):
+        def on_train_batch_start(self, batch, batch_idx):
+            def fail(*_):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+            layer = self.model.model.layers[0]
+            if batch_idx == 4:
+                (layer.register_forward_hook if where == "forward" else layer.register_full_backward_hook)(fail)
+
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        fit(tmp_path, strategy_class(kernels="none", memory_budget=0.5), 6, RunsOut(where, 4))
+        fit(tmp_path, strategy_class(kernels="none", memory_budget=0.5), 6, RunsOut())
     message = str(raised.value)
     assert message.startswith("with memory_budget=0.5 and this plan: all 2 layers stored")
     assert all(text in message for text in ("fewer", "Tried to allocate"))

@@ -15,6 +15,7 @@ from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     build_model,
+    launched_fabric,
     make_loader,
     make_trainer,
 )
@@ -24,7 +25,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 ARCHITECTURES = ["llama", "gemma3_text", "falcon_mamba", "glm4_moe_lite", "deepseek_v3", "ctrl", "gptj", "xglm", "zaya"]
 """Angles, scales, biases of routers, masks, tables of positions; some would turn hidden states to float32."""
 PRECISIONS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-ENGINES = ["liger", "liger_ddp", "liger_fsdp", "liger_model_parallel"]
 FREQUENCIES = build_model().model.rotary_emb.inv_freq
 
 
@@ -70,24 +70,14 @@ def test_float32_and_other_modules_are_converted_as_lightning_does():
 # Engines, one process; DeepSpeed's are in test_deepspeed.py
 
 
-class Watching(LM):
-    """Notes the frequencies in each forward."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.used = self.model.model.rotary_emb.inv_freq.clone()
-        return loss
-
-
-@pytest.mark.parametrize("strategy", ENGINES)
+@pytest.mark.parametrize("strategy", ["liger", "liger_ddp", "liger_fsdp", "liger_model_parallel"])
 def test_engines_compute_with_frequencies_in_float32(tmp_path, strategy):
-    module = Watching()
+    module = LM()
     make_trainer(root=tmp_path, strategy=strategy, precision="bf16-true").fit(module, make_loader(0, 1))
     model = build_model()
-    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true")
-    fabric.launch()
+    fabric = launched_fabric(strategy, precision="bf16-true")
     fabric.backward(fabric.setup_module(model)(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits.sum())
-    for used in (module.used, model.model.rotary_emb.inv_freq):
+    for used in (module.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq):
         assert used.dtype == torch.float32
         assert torch.equal(used, FREQUENCIES)
     assert next(model.parameters()).dtype == torch.bfloat16

@@ -38,11 +38,6 @@ class NeverZeroes(Module):
         pass
 
 
-class Watcher(L.Callback):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        pass
-
-
 def fit(module: L.LightningModule, strategy: str, accumulate: int = 1, callbacks: Any = None) -> Tensor:
     rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
     options = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
@@ -68,6 +63,13 @@ def test_modules_that_zero_gradients_themselves_or_look_at_them_find_them(module
     assert torch.equal(fit(ours, "liger"), fit(plain, "auto"))
     assert ours.had_gradients == plain.had_gradients
     assert getattr(ours, "norms", None) == getattr(plain, "norms", None)
+
+
+def test_callbacks_that_look_at_gradients_find_them() -> None:
+    class Watcher(L.Callback):
+        def on_before_zero_grad(self, *args: Any) -> None:
+            pass
+
     watched = Module()
     fit(watched, "liger", callbacks=[Watcher()])
     assert sum(watched.had_gradients) == 13

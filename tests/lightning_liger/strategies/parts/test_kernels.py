@@ -1,6 +1,5 @@
 """What all strategies share on one process: when kernels are applied, where logits are lazy, what checkpoints hold."""
 
-import lightning as L
 import pytest
 import torch
 
@@ -71,38 +70,3 @@ def test_kernels_are_applied_in_whatever_stage_comes_first_and_to_a_second_model
     assert logit_counts(trainer.strategy.model) == (1, 0)
     assert report.num_replaced == trainer.strategy.patch_report.num_replaced == 10
     assert trainer.strategy.patch_report is not report
-
-
-@pytest.mark.parametrize("name", ["liger", "liger_ddp"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_checkpoint_loads_into_the_stock_model(tmp_path, name, tied):
-    module, trainer = LM(tied), make_trainer(root=tmp_path, strategy=name)
-    trainer.fit(module, make_loader(0, 2))
-    trainer.save_checkpoint(tmp_path / "model.ckpt")
-    saved = torch.load(tmp_path / "model.ckpt", weights_only=False)["state_dict"]
-    stock = build_model(tied)
-    stock.load_state_dict({key.removeprefix("model."): value for key, value in saved.items()})
-    for key, value in stock.state_dict().items():
-        assert value.equal(module.model.state_dict()[key])
-
-
-@by_name
-def test_failing_validation_step_ends_lazy_logits(tmp_path, name):
-    class Failing(LM):
-        def validation_step(self, batch, batch_idx):
-            raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        make_trainer(root=tmp_path, strategy=name).fit(Failing(), make_loader(0, 1), make_loader(1, 1))
-    assert not loss_wanted.get()
-
-
-@by_name
-@pytest.mark.parametrize(("kernels", "replaced"), [("auto", 10), (["silu_mul"], 2), ("none", 0)])
-def test_patch_report_is_there_once_fabric_has_set_the_model_up(name, kernels, replaced):
-    strategy = CLASSES[name].fabric(kernels=kernels)
-    assert strategy.patch_report is None
-    fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1)
-    fabric.launch()
-    fabric.setup_module(build_model())
-    assert strategy.patch_report.num_replaced == replaced

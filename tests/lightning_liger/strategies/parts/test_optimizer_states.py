@@ -1,6 +1,5 @@
 """Checkpoints of optimizers that have no state: before their first step, or of plain SGD."""
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
@@ -15,15 +14,13 @@ from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     Losses,
     build_model,
+    launched_fabric,
     make_batches,
     make_loader,
     make_trainer,
 )
 
-OPTIMIZERS = {
-    "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
-    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr),
-}
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 OF_TRAINER = {
     "fsdp-full": lambda: LigerFSDPStrategy(),
     "fsdp-sharded": lambda: LigerFSDPStrategy(state_dict_type="sharded"),
@@ -39,26 +36,22 @@ NUM_BATCHES = 3
 
 
 class Tuned(LM):
-    def __init__(self, optimizer: str) -> None:
+    def __init__(self, optimizer: str, save_as=None) -> None:
         super().__init__()
-        self.optimizer, self.lr = optimizer, 3e-3
+        self.optimizer, self.lr, self.save_as = optimizer, 3e-3, save_as
+
+    def on_train_start(self):
+        if self.save_as is not None:
+            self.trainer.save_checkpoint(self.save_as)
 
     def configure_optimizers(self):
-        return OPTIMIZERS[self.optimizer](self.parameters(), self.lr)
+        return OPTIMIZERS[self.optimizer](self.parameters(), lr=self.lr)
 
 
-class SavesFirst(L.Callback):
-    def __init__(self, path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
-
-
-def fit(root, strategy, optimizer, *callbacks, ckpt_path=None):
+def fit(root, strategy, optimizer, save_as=None, ckpt_path=None):
     recorder = Losses()
-    trainer = make_trainer(recorder, *callbacks, root=root, strategy=strategy)
-    trainer.fit(Tuned(optimizer), make_loader(0, NUM_BATCHES), ckpt_path=ckpt_path)
+    trainer = make_trainer(recorder, root=root, strategy=strategy)
+    trainer.fit(Tuned(optimizer, save_as), make_loader(0, NUM_BATCHES), ckpt_path=ckpt_path)
     return recorder.losses
 
 
@@ -67,7 +60,7 @@ def fit(root, strategy, optimizer, *callbacks, ckpt_path=None):
 )
 def test_trainer_resumes_from_before_the_first_step_and_saving_changes_nothing(tmp_path, engine, optimizer):
     path = tmp_path / "first.ckpt"
-    saved = fit(tmp_path, OF_TRAINER[engine](), optimizer, SavesFirst(path))
+    saved = fit(tmp_path, OF_TRAINER[engine](), optimizer, path)
     assert saved == fit(tmp_path, OF_TRAINER[engine](), optimizer)
     assert saved == fit(tmp_path, OF_TRAINER[engine](), optimizer, ckpt_path=path)
 
@@ -87,10 +80,9 @@ def test_learning_rate_finder_leaves_the_model_as_it_was(tmp_path, engine):
     ("engine", "optimizer"), [*((engine, "adamw") for engine in OF_FABRIC), ("fsdp-sharded", "sgd")]
 )
 def test_fabric_loads_what_was_saved_before_the_first_step(tmp_path, engine, optimizer):
-    fabric = L.Fabric(strategy=OF_FABRIC[engine](), accelerator="cpu", devices=1)
-    fabric.launch()
+    fabric = launched_fabric(OF_FABRIC[engine]())
     model = fabric.setup_module(build_model())
-    made = fabric.setup_optimizers(OPTIMIZERS[optimizer](model.parameters(), 3e-3))
+    made = fabric.setup_optimizers(OPTIMIZERS[optimizer](model.parameters(), lr=3e-3))
     state = {"model": model, "optimizer": made, "step": 0}
     fabric.save(tmp_path / "first.ckpt", state)
     assert not made.optimizer.state
@@ -113,10 +105,9 @@ def test_fabric_loads_what_was_saved_before_the_first_step(tmp_path, engine, opt
 
 
 def test_checkpoint_without_the_optimizer_is_refused(tmp_path):
-    fabric = L.Fabric(strategy=FabricLigerFSDPStrategy(), accelerator="cpu", devices=1)
-    fabric.launch()
+    fabric = launched_fabric(FabricLigerFSDPStrategy())
     model = fabric.setup_module(build_model())
-    made = fabric.setup_optimizers(OPTIMIZERS["sgd"](model.parameters(), 3e-3))
+    made = fabric.setup_optimizers(torch.optim.SGD(model.parameters()))
     fabric.save(tmp_path / "model.ckpt", {"model": model})
     with pytest.raises(ValueError, match="has no state of the optimizer 'optimizer'"):
         fabric.load(tmp_path / "model.ckpt", {"model": model, "optimizer": made})

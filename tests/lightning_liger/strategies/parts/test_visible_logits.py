@@ -50,7 +50,10 @@ def test_wrapper_sees_tensors_and_its_caller_lazy_logits(exposure, num_seen):
     output = engine(batch["input_ids"])
     assert len(engine.seen) == num_seen
     assert all(tensor.requires_grad for tensor in engine.seen)
+    reached = {function for tensor in engine.seen for function, _ in tensor.grad_fn.next_functions}
+    assert any(getattr(each, "variable", None) is model.lm_head.weight for each in reached)
     assert isinstance(output.logits, LazyLogits)
+    assert output.logits.hidden_states.grad_fn.name() == "MulBackward0"  # what the engine returned
     assert type(output) is type(model(batch["input_ids"]))  # called directly, the model returns what it always did
     stock, gradients = build_model(), []
     for logits, parameters in ((output.logits, model), (stock(batch["input_ids"]).logits, stock)):

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,33 +124,19 @@ class KindsOfLogits(LM):
         super().__init__()
         self.kinds: dict[str, type] = {}
 
-    def _note(self, stage, batch):
+    def training_step(self, batch, batch_idx):
         logits = self.model(batch["input_ids"]).logits
-        self.kinds[stage] = type(logits)
+        self.kinds[self.trainer.state.stage.dataloader_prefix] = type(logits)
         return outside_loss(logits, batch["labels"])
 
-    def training_step(self, batch, batch_idx):
-        return self._note("train", batch)
-
-    def validation_step(self, batch, batch_idx):
-        return self._note("val", batch)
-
-    def test_step(self, batch, batch_idx):
-        return self._note("test", batch)
-
-    def predict_step(self, batch, batch_idx):
-        return self._note("predict", batch)
+    validation_step = test_step = predict_step = training_step
 
 
 class Losses(L.Callback):
-    """Keeps the loss of each step, of this rank, and the squared norm of its shard of the gradients."""
+    """Keeps the loss of each step, of this rank."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.squared_norms: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        self.squared_norms.append(squared_gradient_norm(pl_module.parameters()))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -162,9 +148,11 @@ def make_trainer(*callbacks: L.Callback, root: Path, **options: Any) -> L.Traine
     return quiet_trainer(callbacks=list(callbacks), default_root_dir=root, **{**defaults, **options})
 
 
-def squared_gradient_norm(parameters: Iterable[Tensor]) -> float:
-    """What AdamW does not see: the scale of the gradients."""
-    return sum(parameter.grad.square().sum().item() for parameter in parameters if parameter.grad is not None)
+def launched_fabric(strategy: Any, **options: Any) -> L.Fabric:
+    """A Fabric on one CPU process."""
+    fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1, **options)
+    fabric.launch()
+    return fabric
 
 
 def wrapped_units(model: nn.Module) -> dict[str, str]:
@@ -259,3 +247,18 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int 
         if time.monotonic() > deadline:
             return [code if code is not None else -signal.SIGKILL for code in codes]
         time.sleep(0.1)
+
+
+def of_torchrun(rank: int) -> dict[str, str]:
+    """What ``torchrun`` sets on two nodes of one machine, with the GPUs of each as if it had no others."""
+    num_devices = NUM_RANKS // 2
+    node, local_rank = divmod(rank, num_devices)
+    return {
+        "WORLD_SIZE": str(NUM_RANKS),
+        "LOCAL_WORLD_SIZE": str(num_devices),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": "2",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "CUDA_VISIBLE_DEVICES": ",".join(str(node * num_devices + device) for device in range(num_devices)),
+    }

@@ -66,6 +66,7 @@ def fit(
     """What one rank saw of a training of ``module.model``, and the trained parameters, or the error."""
     recorder = Recorder()
     options = {"accelerator": run["accelerator"], "devices": run["size"], **options}
+    strategy = strategy() if callable(strategy) else strategy
     trainer = make_trainer(recorder, *callbacks, root=run["folder"], strategy=strategy, **options)
     loader = None if batches is None else DataLoader(batches, batch_size=None)
     try:
@@ -120,6 +121,7 @@ def fit_with_fabric(
     after_backward: Callable[[Any, nn.Module, Any], Any] = lambda fabric, model, optimizer: None,
 ) -> dict[str, Any]:
     """The same with Fabric; ``norms`` are what ``after_backward`` returned in each step, ``errors`` what it raised."""
+    strategy = strategy() if callable(strategy) else strategy
     fabric = L.Fabric(strategy=strategy, accelerator=run["accelerator"], devices=run["size"])
     fabric.launch()
     if type(fabric.strategy).__name__ == "FabricLigerDeepSpeedStrategy":
@@ -141,6 +143,22 @@ def fit_with_fabric(
         **{"fabric": fabric, "model": model, "optimizer": optimizer},
         **described(fabric.strategy, inner, model._forward_module),
     }
+
+
+def freeze(model: nn.Module, *names: str) -> nn.Module:
+    """Freezes the parameters whose names have one of ``names`` in them."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(each in name for each in names))
+    return model
+
+
+def with_adapters(*layers: str, model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(8)
+        # With the usual zeros in one of its factors, the other would get no gradient in the first step.
+        return get_peft_model(model, LoraConfig(r=4, target_modules=list(layers), init_lora_weights=False))
 
 
 def described(strategy: Any, model: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
@@ -180,7 +198,7 @@ def error_of(function: Callable[[], Any]) -> str | None:
     """The error that a call raised, with its type."""
     try:
         function()
-    except (RuntimeError, ValueError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -210,19 +228,10 @@ def reference_training(
     optimized: Callable[[str], bool] = lambda name: True,
     num_fits: int = 1,
 ) -> Reference:
-    """One process, a stock model, a plain loop.
+    """One process, a stock model, a plain loop over the batches of all ranks; each fit has a new optimizer.
 
-    Args:
-        model: Is trained.
-        batches: Of each rank.
-        device: Where it is trained.
-        of_tokens: Whether the mean of a step is over its tokens, or over the means of its batches.
-        num_micro_batches: Of each rank in a step.
-        max_norm: Gradients are clipped to it.
-        max_value: Each gradient is clipped to it.
-        change: What a user makes of the loss of a micro-batch.
-        optimized: By the name of a trained parameter, whether the optimizer gets it.
-        num_fits: Epochs, each with a new optimizer.
+    The mean of a step is over its tokens, or over the means of its batches. ``change`` is what a user makes of the loss
+    of a micro-batch; ``optimized`` tells by the name of a trained parameter whether the optimizer gets it.
     """
     model.to(device)
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and optimized(name)]
@@ -283,13 +292,16 @@ def rank_main(results: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     }
     found = results(run)
     for result in found.values():
-        drop_objects(result)
+        _drop_objects(result)
     torch.save(found, folder / f"rank{run['rank']}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def drop_objects(result: Any) -> None:
+def _drop_objects(result: Any) -> None:
     """Drops what cannot be saved of a run."""
-    for name in ("trainer", "fabric", "model", "optimizer") if isinstance(result, dict) else ():
-        result.pop(name, None)
+    if isinstance(result, dict):
+        for name in ("trainer", "fabric", "model", "optimizer"):
+            result.pop(name, None)
+        for each in result.values():
+            _drop_objects(each)
