@@ -126,7 +126,7 @@ def _measure(ops: Sequence[Op], settings: Settings, stem: str, console: Console)
         )
     )
     runner = Runner(settings, say=console.print)
-    # Before the profiler first runs: launches may cost more afterwards.
+    # Before the profiler first runs: launches may cost more afterward.
     small = {op.name: runner.measure_small(op) for op in ops}
     found: list[records.Record] = []
     with records.Writer(Path(f"{stem}.jsonl"), about) as writer:

@@ -14,7 +14,7 @@ from benchmarks.loss import LOSS
 from benchmarks.ops import OPS
 from benchmarks.records import Record
 
-# From Okabe and Ito's palette, which is safe for colour blindness; a contender has the same colour in every figure.
+# From Okabe and Ito's palette, which is safe for color blindness; a contender has the same color in every figure.
 _STYLES = {
     "ours": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 4},
     "ours, in place": {"color": "#56B4E9", "marker": "d"},

@@ -97,13 +97,13 @@ def wall_ms_in_turns(steps: Sequence[Step], rounds: int, device: torch.device) -
         return [walls[turn :: len(steps)] for turn in range(len(steps))]
     events = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)] for _ in steps]
     for turn in range(rounds):
-        for step, (start, end) in zip(steps, [of_step[turn] for of_step in events], strict=True):
+        for step, (start, end) in zip(steps, [step_events[turn] for step_events in events], strict=True):
             torch.cuda._sleep(_AHEAD_CYCLES)
             start.record()
             step()
             end.record()
     torch.cuda.synchronize(device)
-    return [[start.elapsed_time(end) for start, end in of_step] for of_step in events]
+    return [[start.elapsed_time(end) for start, end in step_events] for step_events in events]
 
 
 def gpu_ms(steps: Sequence[Step], repeats: int, device: torch.device) -> list[float]:

@@ -22,7 +22,7 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def wait(self) -> Tensor:
-        """The copy, on the CPU. Waits until the device has made it, not for what the device has to do afterwards."""
+        """The copy, on the CPU. Waits until the device has made it, not for what the device has to do afterward."""
         if self._event is not None:
             self._event.synchronize()
         return self._value

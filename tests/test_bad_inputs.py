@@ -24,7 +24,7 @@ ARGUMENTS = [
 EXPECTED = re.compile(r"must|expected|did you mean|needs|cannot|unknown|only", re.IGNORECASE)
 
 
-def of_tensor(value: Any) -> list[str]:
+def tensor_lines(value: Any) -> list[str]:
     """What messages may say of a wrong tensor."""
     if not isinstance(value, torch.Tensor):
         return []
@@ -47,7 +47,7 @@ def test_wrong_values_of_every_argument_are_named(
             message = str(error)
         else:
             pytest.fail(f"{argument}={shown(value)} is taken")
-        inner = map(shown, value) if isinstance(value, list | dict) else of_tensor(value)
+        inner = map(shown, value) if isinstance(value, list | dict) else tensor_lines(value)
         texts = (shown(value), str(value), *inner)
         called = ALIASES.get(named(ALIASES, short, argument), argument.removeprefix("medusa_"))
         is_resized = isinstance(value, torch.Tensor) and value.shape != getattr(right.get(argument), "shape", None)

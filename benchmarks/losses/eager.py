@@ -42,9 +42,9 @@ def with_entropy(data: Data) -> Tensor:
 
 def topk(data: Data, renormalize: bool) -> Tensor:
     logits = F.linear(data.hidden_states, data.weight).float()
-    of_ids = logits.gather(-1, data.ids)
-    lse = (of_ids if renormalize else logits).logsumexp(-1, keepdim=True)
-    return -(data.id_coefficients * (of_ids - lse)).sum()
+    id_logits = logits.gather(-1, data.ids)
+    lse = (id_logits if renormalize else logits).logsumexp(-1, keepdim=True)
+    return -(data.id_coefficients * (id_logits - lse)).sum()
 
 
 def divergence(data: Data, kind: str) -> Tensor:

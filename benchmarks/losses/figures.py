@@ -10,7 +10,7 @@ from benchmarks.losses.command import read_lines, title_of
 from benchmarks.losses.measure import OK
 from benchmarks.losses.problems import IN_LOOP, WITHIN_BUDGET
 
-# Okabe and Ito's colours, as in plots.py.
+# Okabe and Ito's colors, as in plots.py.
 _STYLES = {
     "ours": {"color": "#0072B2", "marker": "o"},
     IN_LOOP: {"color": "#56B4E9", "marker": "D"},

@@ -63,7 +63,7 @@ def _with_log_probs(loss: Callable[[formulas.LogProbs, Data], Tensor], trained: 
     return {name: functools.partial(loss, op) for name, op in ops.items()}
 
 
-def _of_kind(kind: str) -> dict[str, Call]:
+def _for_kind(kind: str) -> dict[str, Call]:
     calls: dict[str, Call] = {"ours": ours.divergence, "eager": eager.divergence}
     if kind in ("forward_kl", "reverse_kl", "jsd"):
         calls["trl"] = others.trl_divergence
@@ -115,7 +115,7 @@ def _problems() -> dict[str, Problem]:
             kind.replace("_", " ").replace("kl", "KL").replace("jsd", "JSD").replace("mse", "MSE of logits"),
             data.with_teacher,
             True,
-            _of_kind(kind),
+            _for_kind(kind),
             compiled=kind in ("forward_kl", "jsd"),
         )
     frozen = {name: call for name, call in found["forward_kl"].calls.items() if name != "liger"}  # it has one way

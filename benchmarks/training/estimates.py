@@ -83,16 +83,16 @@ class Comparison:
 
 def compare(results: Path) -> list[Comparison]:
     """All comparisons with the records in a folder."""
-    found = list(_of_models(results / "models_h200.jsonl"))
+    found = list(_model_comparisons(results / "models_h200.jsonl"))
     for name in ("train_llama3_8b_h200", "train_llama3_8b_2xh200"):
-        found += _of_training(results / f"{name}.jsonl")
+        found += _training_comparisons(results / f"{name}.jsonl")
     for path in sorted(results.glob("engines_*.jsonl")):
         rows = map(Row.from_json, read_results(path).lines)
-        found += [of_engine(row) for row in rows if row.peak_gib is not None]
+        found += [engine_comparison(row) for row in rows if row.peak_gib is not None]
     return found
 
 
-def of_engine(row: Row) -> Comparison:
+def engine_comparison(row: Row) -> Comparison:
     """A measured engine, all of whose layers' activations are stored, in ours but for cheap tensors."""
     dtype, ours = PRECISIONS[row.precision].compute, row.parsed_arm.is_ours
     lora = {"r": row.lora_rank} if row.lora_rank else None
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row.peak_gib is None:
             table.add_row(row.model, row.arm, f"{row.strategy}, {row.precision}", row.status, "-", row.error or "-")
             continue
-        one = of_engine(row)
+        one = engine_comparison(row)
         numbers = f"{one.measured:.2f}", f"{one.estimated:.2f}", f"{one.error:+.1%}"
         table.add_row(one.title, one.arm, one.setup, *numbers)
     console.print(table)
@@ -174,7 +174,7 @@ def _step(
     return step, states.weight_bytes
 
 
-def _of_models(path: Path) -> Iterator[Comparison]:
+def _model_comparisons(path: Path) -> Iterator[Comparison]:
     """Two layers, forward and backward: what they add to the weights."""
     names = {dims.title: name for name, dims in DIMS.items()}
     for record in read_results(path).lines:
@@ -190,7 +190,7 @@ def _of_models(path: Path) -> Iterator[Comparison]:
         yield Comparison(record["model"], str(arm), setup, record["peak_mib"] / 1024, estimated / _GIB)
 
 
-def _of_training(path: Path) -> Iterator[Comparison]:
+def _training_comparisons(path: Path) -> Iterator[Comparison]:
     """Whole models: the peak of training."""
     steps: dict[tuple[object, ...], Step] = {}
     for row in map(Row.from_json, read_results(path).lines):

@@ -52,7 +52,7 @@ def _sizes() -> dict[str, Any]:
     return {key: sizes[key] for key in _KEPT if key in sizes}
 
 
-def _of_config(*groups: str, **changes: Any) -> dict[str, Any]:
+def _with_config(*groups: str, **changes: Any) -> dict[str, Any]:
     return {f"model.{group}.{key}": value for group in groups for key, value in (_sizes() | changes).items()}
 
 
@@ -82,21 +82,21 @@ def _images() -> dict[str, Any]:
 
 # The settings that differ from the yaml, but for --quick.
 EXAMPLES = {
-    "pretrain": lambda: _of_config("config", max_position_embeddings=2048) | _text(2048, 8),
-    "sft": lambda: _of_config("config"),
-    "multiple_choice": lambda: _of_config("config"),
-    "lora": lambda: _of_config("config"),
-    "long_context": lambda: _of_config("config", max_position_embeddings=_LONG) | _text(_LONG, 1),
+    "pretrain": lambda: _with_config("config", max_position_embeddings=2048) | _text(2048, 8),
+    "sft": lambda: _with_config("config"),
+    "multiple_choice": lambda: _with_config("config"),
+    "lora": lambda: _with_config("config"),
+    "long_context": lambda: _with_config("config", max_position_embeddings=_LONG) | _text(_LONG, 1),
     "vision_language": _images,
     "plain_module": lambda: _plain() | _text(2048, 4),
     "fabric_loop": _sizes,
-    "dpo": lambda: _of_config("config"),
-    "kto": lambda: _of_config("config"),
-    "grpo_offline": lambda: _of_config("config"),
-    "distill": lambda: _of_config("config", "teacher_config"),
-    "distill_topk": lambda: _of_config("config"),
-    "medusa": lambda: _of_config("config"),
-    "multi_node": lambda: _of_config("config", max_position_embeddings=2048) | _text(2048, 8),
+    "dpo": lambda: _with_config("config"),
+    "kto": lambda: _with_config("config"),
+    "grpo_offline": lambda: _with_config("config"),
+    "distill": lambda: _with_config("config", "teacher_config"),
+    "distill_topk": lambda: _with_config("config"),
+    "medusa": lambda: _with_config("config"),
+    "multi_node": lambda: _with_config("config", max_position_embeddings=2048) | _text(2048, 8),
 }
 _NUM_NODES = {"multi_node": 2}
 _ON_TEXT = ("pretrain", "long_context", "plain_module", "fabric_loop", "multi_node")

@@ -17,8 +17,8 @@ from benchmarks.training.job import Row
 from benchmarks.training.train import name_of
 
 _RESOLUTION = 150
-# Okabe and Ito's colours, as in plots.py; ours in several blues, each with a marker and a hatch for greyscale.
-_COLOURS = {"hf": ("#000000", "#777777"), "liger_kernel": ("#D55E00", "#E69F00")}
+# Okabe and Ito's colors, as in plots.py; ours in several blues, each with a marker and a hatch for grayscale.
+_COLORS = {"hf": ("#000000", "#777777"), "liger_kernel": ("#D55E00", "#E69F00")}
 _OURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#004466")
 _MARKERS = {"hf": "s", "liger_kernel": "X"}
 _HATCHES = {"hf": "", "liger_kernel": "///"}
@@ -45,7 +45,7 @@ def draw(results: Results, stem: str) -> list[Path]:
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and hatch of each arm."""
+    """Color, marker and hatch of each arm."""
     styles: dict[str, dict[str, Any]] = {}
     for row in rows:
         arm = row.parsed_arm
@@ -53,9 +53,9 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
             continue
         group = "ours" if arm.is_ours else arm.implementation
         same = sum(other.startswith(group) for other in styles)
-        colours = _COLOURS.get(group, _OURS)
+        colors = _COLORS.get(group, _OURS)
         styles[row.arm] = {
-            "color": colours[same % len(colours)],
+            "color": colors[same % len(colors)],
             "marker": _MARKERS.get(arm.implementation, "oDv^P"[same % 5]),
             "hatch": _HATCHES.get(arm.implementation, "." * (same % 4)),
             "label": name_of(arm),
@@ -76,7 +76,7 @@ def _models(rows: Sequence[Row]) -> list[str]:
 
 
 def _bars(rows: Sequence[Row], where: str) -> Figure:
-    """A figure with one labelled bar for each number of GPUs and arm; those out of memory have words instead."""
+    """A figure with one labeled bar for each number of GPUs and arm; those out of memory have words instead."""
     rows = sorted(rows, key=lambda row: row.devices)
     gpus = list(dict.fromkeys(row.devices for row in rows))
     styles = _styles(rows)
@@ -186,7 +186,7 @@ def _medusa(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure]:
 def _activations(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figure]:
     found = activations.read_lines(lines)
     names = list(dict.fromkeys(result.model for result in found))
-    colours = dict(zip(activations.CONTENDERS, ("#D9D9D9", "#E69F00", "#56B4E9", "#0072B2"), strict=True))
+    colors = dict(zip(activations.CONTENDERS, ("#D9D9D9", "#E69F00", "#56B4E9", "#0072B2"), strict=True))
     figure = Figure(figsize=(max(9, 2 + 1.6 * len(names)), 4), layout="constrained")
     axes = figure.subplots()
     for offset, contender in enumerate(activations.CONTENDERS):
@@ -194,7 +194,7 @@ def _activations(lines: Sequence[dict[str, Any]], where: str) -> dict[str, Figur
         places = [place + (offset - 1.5) * 0.2 for place in range(len(names))]
         heights = [by_model.get(name, 0) / 1024 for name in names]
         label = activations.TITLES[contender]
-        axes.bar(places, heights, 0.2, color=colours[contender], edgecolor="black", linewidth=0.6, label=label)
+        axes.bar(places, heights, 0.2, color=colors[contender], edgecolor="black", linewidth=0.6, label=label)
     axes.set_xticks(range(len(names)), [DIMS[name].title for name in names])
     axes.set_ylabel("KiB kept for each token and layer")
     return {"activations": _finish(figure, f"Kept between forward and backward, bfloat16; {where}")}
@@ -230,7 +230,7 @@ def _differences(groups: Sequence[Sequence[convergence.Curve]], where: str) -> F
         axes.remove()
     panels[0].set_ylabel("difference of the loss")
     return _finish(
-        figure, f"Tiny models: differences of losses from those of a stock run, other stock runs in grey; {where}"
+        figure, f"Tiny models: differences of losses from those of a stock run, other stock runs in gray; {where}"
     )
 
 
@@ -238,14 +238,14 @@ def _curves(rows: Sequence[Row], where: str) -> Figure:
     """Losses on text over each other, and their differences from the first run."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, differences = figure.subplots(1, 2)
-    colours = ("#000000", "#777777", *_OURS)
-    for row, colour in zip(rows, colours, strict=False):
+    colors = ("#000000", "#777777", *_OURS)
+    for row, color in zip(rows, colors, strict=False):
         label = name_of(row.parsed_arm) + (", rows reversed" if row.permute_rows else "")
         steps = range(1, len(row.losses) + 1)
-        losses.plot(steps, row.losses, color=colour, label=label, linewidth=1.0)
+        losses.plot(steps, row.losses, color=color, label=label, linewidth=1.0)
         if row is not rows[0]:
             gaps = [one - other for one, other in zip(row.losses, rows[0].losses, strict=True)]
-            differences.plot(steps, gaps, color=colour, linewidth=1.0)
+            differences.plot(steps, gaps, color=color, linewidth=1.0)
     losses.set_ylabel("loss")
     differences.set_ylabel(f"difference from {name_of(rows[0].parsed_arm)}")
     for axes in (losses, differences):

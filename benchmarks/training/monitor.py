@@ -105,8 +105,8 @@ def _measure(options: argparse.Namespace, layers: int, num_tokens: int) -> Itera
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     runs: dict[int | None, list[dict[str, Any]]] = {every: [] for every in (None, *options.every)}
     for _ in range(options.rounds):
-        for every, of_arm in runs.items():
-            of_arm.append(_fit(module, [batch] * (options.steps + _SKIPPED), every, options.out.parent))
+        for every, arm_times in runs.items():
+            arm_times.append(_fit(module, [batch] * (options.steps + _SKIPPED), every, options.out.parent))
     for every in options.every:
         yield {
             "layers": layers,
@@ -194,8 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def status(lines: list[dict[str, Any]]) -> int:
     """1 if the host takes too much of a step of the largest size."""
     largest = max(line["layers"] * line["tokens"] for line in lines)
-    of_largest = [line for line in lines if line["layers"] * line["tokens"] == largest]
-    return int(any(line["host_ms"] >= _MAX_SHARE * statistics.median(line["without_ms"]) for line in of_largest))
+    largest_lines = [line for line in lines if line["layers"] * line["tokens"] == largest]
+    return int(any(line["host_ms"] >= _MAX_SHARE * statistics.median(line["without_ms"]) for line in largest_lines))
 
 
 if __name__ == "__main__":

@@ -304,9 +304,9 @@ class Meter(L.Callback):
         memory: dict[str, float] = {}
         if self._cuda:
             peak = torch.cuda.max_memory_allocated()
-            of_planning = getattr(trainer.strategy, "peak_before_resets", 0)
+            planning_peak = getattr(trainer.strategy, "peak_before_resets", 0)
             memory = {
-                "peak_gib": max(self._highest, peak, of_planning) / GIB,
+                "peak_gib": max(self._highest, peak, planning_peak) / GIB,
                 "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
             }
         return self.job.row(

@@ -2,7 +2,7 @@
 
 - Pages from the root of the repository (``ROOT_PAGES``), and files that pages link to, such as plots and yaml files.
 - A page of docstrings for each part of the public API, read from ``__all__`` of the packages.
-- Drawings (svg) as part of the page, so that they follow its colours.
+- Drawings (svg) as part of the page, so that they follow its colors.
 
 Links in pages are those of the repository, and work on the forge; here they become links of the site.
 """
@@ -70,10 +70,10 @@ def exported_names() -> dict[str, list[str]]:
         ValueError: For a name that belongs to no page: a folder is missing in ``API``.
     """
     pages: dict[str, list[str]] = {folder: [] for folder in API}
-    of_all = _exports("lightning_liger")
+    exported = _exports("lightning_liger")
     for package, path in PACKAGES.items():
         for name, source in _exports(package).items():
-            if package.startswith("lightning_liger.") and name in of_all:
+            if package.startswith("lightning_liger.") and name in exported:
                 continue
             origin = package if package in API else source
             page = max((each for each in API if f"{origin}.".startswith(f"{each}.")), key=len, default=None)
@@ -151,7 +151,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     origins = {uri: path for path, uri in ROOT_PAGES.items() if uri != "index.md"}
     origin = origins.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def of_site(path: str) -> str:
+    def site_link(path: str) -> str:
         uri = ROOT_PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"files/{path}")
         if files.get_file_from_path(uri) is None:
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
@@ -167,11 +167,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return text
         if text.endswith(".md"):
             text = _title(ROOT / path)
-        return f"{image}[{text}]({of_site(path)}{'#' if anchor else ''}{anchor})"
+        return f"{image}[{text}]({site_link(path)}{'#' if anchor else ''}{anchor})"
 
     def code(part: str) -> str:
         path = part.strip("`")
-        return f"[{part}]({of_site(path)})" if _EXAMPLE.fullmatch(path) and (ROOT / path).exists() else part
+        return f"[{part}]({site_link(path)})" if _EXAMPLE.fullmatch(path) and (ROOT / path).exists() else part
 
     parts = _CODE.split(markdown)
     return "".join(code(part) if index % 2 else _LINK.sub(link, part) for index, part in enumerate(parts))

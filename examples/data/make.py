@@ -92,7 +92,7 @@ def stories(seed: int) -> Iterator[dict[str, str]]:
 
 
 def image(shape: str, color: str, draw: random.Random) -> np.ndarray:
-    """A shape on a grey background, ``[IMAGE_SIZE, IMAGE_SIZE, 3]`` in uint8."""
+    """A shape on a gray background, ``[IMAGE_SIZE, IMAGE_SIZE, 3]`` in uint8."""
     pixels = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), draw.randrange(100, 160), dtype=np.uint8)
     size = draw.randrange(8, 13)
     top, left = draw.randrange(IMAGE_SIZE - size + 1), draw.randrange(IMAGE_SIZE - size + 1)

@@ -1,4 +1,4 @@
-"""Next-item prediction with a large catalogue; see ``docs/examples/next_item.md``."""
+"""Next-item prediction with a large catalog; see ``docs/examples/next_item.md``."""
 
 from .data import NextItemData
 from .generator import Course

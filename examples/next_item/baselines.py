@@ -1,4 +1,4 @@
-"""Rankings of the catalogue without a network: the order of the syllabus, and an n-gram model with back-off."""
+"""Rankings of the catalog without a network: the order of the syllabus, and an n-gram model with back-off."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class NGram:
     Args:
         contexts: ``[num_labels, order - 1]``, of training.
         labels: ``[num_labels]``, the items after them.
-        num_items: Size of the catalogue.
+        num_items: Size of the catalog.
     """
 
     def __init__(self, contexts: Ints, labels: Ints, num_items: int) -> None:

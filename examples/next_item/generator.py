@@ -1,4 +1,4 @@
-"""Logs of students in an online course with a large catalogue of resources.
+"""Logs of students in an online course with a large catalog of resources.
 
 A course has ``num_topics`` topics of ``num_steps`` steps. Each step exists in ``num_formats`` formats (video, text,
 exercise, ...), and each of these is one resource. The syllabus lists them topic by topic, format by format, step by
@@ -41,7 +41,7 @@ class Course:
     Args:
         num_topics: Topics.
         num_steps: Steps of a topic.
-        num_formats: Formats of a step, each a resource of the catalogue.
+        num_formats: Formats of a step, each a resource of the catalog.
         num_students: Students.
         max_events: Events of a student, at most.
         revisit: Mean probability of a revisit.
@@ -80,7 +80,7 @@ class Course:
 
     @property
     def num_items(self) -> int:
-        """Resources in the catalogue."""
+        """Resources in the catalog."""
         return self.num_topics * self.num_formats * self.num_steps
 
 

@@ -1,4 +1,4 @@
-"""Ranks of labels among the whole catalogue, and metrics that are made of them."""
+"""Ranks of labels among the whole catalog, and metrics that are made of them."""
 
 import torch
 import torch.nn.functional as F
@@ -54,5 +54,5 @@ class RankMetrics(MetricCollection):
             self[f"hit@{k}"].update((ranks <= k).float())
         self["mrr"].update(1 / ranks)
         for index, kind in enumerate(KINDS):
-            if (of_kind := ranks[kinds == index]).numel():
-                self[f"hit@10_{kind}"].update((of_kind <= 10).float())
+            if (kind_ranks := ranks[kinds == index]).numel():
+                self[f"hit@10_{kind}"].update((kind_ranks <= 10).float())

@@ -1,4 +1,4 @@
-"""An LSTM and a transformer that predict the next item out of a large catalogue."""
+"""An LSTM and a transformer that predict the next item out of a large catalog."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -51,13 +51,13 @@ class LSTMForNextItem(nn.Module):
 
 
 class NextItem(LigerLMMixin, L.LightningModule):
-    """Predicts the next item of a sequence. The loss over the whole catalogue has no logits in memory.
+    """Predicts the next item of a sequence. The loss over the whole catalog has no logits in memory.
 
-    Validation and test log ``hit@1``, ``hit@5``, ``hit@10`` and ``mrr`` over the whole catalogue, besides the metrics
+    Validation and test log ``hit@1``, ``hit@5``, ``hit@10`` and ``mrr`` over the whole catalog, besides the metrics
     of :class:`~lightning_liger.LigerLMMixin`.
 
     Args:
-        num_items: Size of the catalogue, that of ``data.course``.
+        num_items: Size of the catalog, that of ``data.course``.
         encoder: ``"transformer"`` (a Llama) or ``"lstm"``.
         hidden_size: Width of the embeddings and of the layers.
         num_layers: Layers.
@@ -90,7 +90,7 @@ class NextItem(LigerLMMixin, L.LightningModule):
         course = getattr(getattr(self.trainer, "datamodule", None), "course", None)
         if course is not None and course.num_items != self.hparams["num_items"]:
             raise ValueError(
-                f"num_items must be {course.num_items}, the catalogue of data.course, got {self.hparams['num_items']}"
+                f"num_items must be {course.num_items}, the catalog of data.course, got {self.hparams['num_items']}"
             )
 
     def configure_model(self) -> None:

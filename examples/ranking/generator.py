@@ -15,7 +15,7 @@ C5    device
 C6    hour of the day
 ====  =========================================================================================
 
-Half of the items are drawn by their popularity, the other half from one of the three favourite topics of the segment.
+Half of the items are drawn by their popularity, the other half from one of the three favorite topics of the segment.
 Popularity falls with the inverse of the rank, of topics and of the items in a topic. A click has the probability
 ``0.01 + 0.98 * sigmoid(z)`` with
 
@@ -97,25 +97,25 @@ def generate(model: ClickModel) -> ClickLog:
     """The log of ``model``: the same for the same arguments."""
     rng = np.random.default_rng(model.seed)
     rows, topics, segments = model.num_rows, model.num_topics, model.num_segments
-    favourites = rng.integers(0, topics, (segments, 3))
-    of_topic = rng.normal(size=(topics, _RANK))
-    of_item = 0.95 * of_topic[np.arange(model.num_items) % topics] + 0.3 * rng.normal(size=(model.num_items, _RANK))
-    of_segment = rng.normal(size=(segments, _RANK)) / np.sqrt(_RANK)
+    favorites = rng.integers(0, topics, (segments, 3))
+    topic_vectors = rng.normal(size=(topics, _RANK))
+    items = 0.95 * topic_vectors[np.arange(model.num_items) % topics] + 0.3 * rng.normal(size=(model.num_items, _RANK))
+    segment_vectors = rng.normal(size=(segments, _RANK)) / np.sqrt(_RANK)
     quality = 0.4 * rng.normal(size=model.num_items)
     prices = rng.lognormal(3, 1, model.num_items)
     sensitivity = 0.4 * rng.normal(size=segments)
-    of_hour = 0.5 * rng.normal(size=(3, 24))
+    hour_effects = 0.5 * rng.normal(size=(3, 24))
 
     segment, hour = rng.integers(0, segments, rows), rng.integers(0, 24, rows)
     surface, device = _draw(rng, np.array(_SHARES), rows), _draw(rng, np.array(_SHARES), rows)
-    favourite = favourites[segment, rng.integers(0, 3, rows)]
-    topic = np.where(rng.random(rows) < 0.5, favourite, _draw(rng, skewed(topics), rows))
+    favorite = favorites[segment, rng.integers(0, 3, rows)]
+    topic = np.where(rng.random(rows) < 0.5, favorite, _draw(rng, skewed(topics), rows))
     item = _draw(rng, skewed(model.num_items // topics), rows) * topics + topic
     match, position = rng.beta(2, 2, rows), rng.integers(0, 20, rows)
 
     in_search = surface == 1
-    affinity = 2 * (of_segment[segment] * of_item[item]).sum(axis=1) * np.array([1, 0.2, 0.5])[surface]
-    z = affinity + np.where(in_search, 4 * (match - 0.5), 0) + quality[item] + of_hour[device, hour]
+    affinity = 2 * (segment_vectors[segment] * items[item]).sum(axis=1) * np.array([1, 0.2, 0.5])[surface]
+    z = affinity + np.where(in_search, 4 * (match - 0.5), 0) + quality[item] + hour_effects[device, hour]
     z += sensitivity[segment] * (np.log(prices[item]) - 3) - 0.3 * np.log1p(position)
     z -= 1.0 + 0.02 * (np.arange(rows) * model.num_days // rows)
     probabilities = 0.01 + 0.98 / (1 + np.exp(-z))

@@ -82,7 +82,7 @@ class IsotonicCalibration(nn.Module):
         Args:
             logits: Of any model, without gradient.
             labels: 0 or 1, floating point.
-            penalty: Factor of the squared differences of neighbouring slopes, which bins without rows follow.
+            penalty: Factor of the squared differences of neighboring slopes, which bins without rows follow.
         """
         optimizer = torch.optim.LBFGS(self.parameters(), max_iter=50, line_search_fn="strong_wolfe")
 

@@ -183,7 +183,7 @@ class RotaryEmbedding(nn.Module):
         head_dim: Size of a head.
         base: Frequencies go from 1 down to almost ``1 / base``.
         rotary_dim: How many of a head's columns are rotated, the first ones; by default all.
-        interleaved: Whether pairs are neighbouring columns, as GPT-J's; else the same columns of both halves.
+        interleaved: Whether pairs are neighboring columns, as GPT-J's; else the same columns of both halves.
         device: Of ``inv_freq``; call :meth:`reset_parameters` after ``to_empty`` on a module made on "meta".
     """
 

@@ -5,7 +5,7 @@ With (x1, x2) the two entries of a pair of columns, and cos, sin split in the sa
     y1 = x1 * cos1 - x2 * sin1        dx1 = dy1 * cos1 + dy2 * sin2
     y2 = x2 * cos2 + x1 * sin2        dx2 = dy2 * cos2 - dy1 * sin1
 
-Pairs are the same columns of both halves (Llama), or neighbours (``interleaved``, GPT-J). Nothing assumes that a pair's
+Pairs are the same columns of both halves (Llama), or neighbors (``interleaved``, GPT-J). Nothing assumes that a pair's
 two cosines or sines are equal. Columns past cos' are copied (partial rotation). Computed in float32 and rounded once.
 One launch serves queries and keys: a program owns one token, loads its cos and sin once and rotates every head. Tensors
 are read and written by strides, so projections viewed as heads need no copy. Saved: cos, sin and position_ids.
@@ -429,7 +429,7 @@ def apply_rotary(
             head_dim, the remaining columns are copied.
         sin: Sines, of cos' shape. If cos or sin require a gradient, plain PyTorch computes it.
         heads_dim: The dimension of q and k that counts heads, 1 or 2.
-        interleaved: Whether pairs are neighbouring columns, as GPT-J's; else the same columns of both halves.
+        interleaved: Whether pairs are neighboring columns, as GPT-J's; else the same columns of both halves.
         position_ids: ``[seq_len]`` or ``[batch_size or 1, seq_len]``, int64 or int32: which row of cos and sin, then
             tables ``[max_positions, rotary_dim]``, each token takes.
         mrope_sections: Three numbers that add up to rotary_dim / 2, for cos and sin of shape ``[3, batch_size or 1,

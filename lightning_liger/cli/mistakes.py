@@ -74,7 +74,7 @@ class _Names:
             option = key[len(known) + 1 :].removeprefix("init_args.")
             value = {"init_args": {option: value}} if option else value
             for each in value if isinstance(value, list) else [value]:
-                yield from self._of_class(known, each)
+                yield from self._for_class(known, each)
         elif known:
             yield from _wrong_value(key, self._hints.get(known), value)
         elif isinstance(value, dict) and any(name.startswith(f"{key}.") for name in self._names):
@@ -85,7 +85,7 @@ class _Names:
             hint = closest(key, self._names if "." in key else groups) or closest(key.partition(".")[0], groups)
             yield f"{key} is no option{hint}"
 
-    def _of_class(self, key: str, value: Any) -> Iterator[str]:
+    def _for_class(self, key: str, value: Any) -> Iterator[str]:
         """The mistakes in a class with options."""
         described = value if isinstance(value, dict) else {"class_path": value}
         path, options = described.get("class_path"), described.get("init_args")

@@ -145,9 +145,9 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
         raise ValueError(refusal[2].partition("\nOptions: ")[0])
     if result.exists() and not failure:
         return {"status": "ok", **json_module.loads(result.read_text(encoding="utf-8"))}
-    of_memory = re.search(r"^(.*out of memory|MemoryError).*", said, flags=re.IGNORECASE | re.MULTILINE)
-    if of_memory and not failure:
-        return {"status": "out of memory", "error": of_memory[0][:300]}
+    memory_error = re.search(r"^(.*out of memory|MemoryError).*", said, flags=re.IGNORECASE | re.MULTILINE)
+    if memory_error and not failure:
+        return {"status": "out of memory", "error": memory_error[0][:300]}
     return {"status": "failed", "error": failure or said.rpartition("\n")[2][:300]}
 
 

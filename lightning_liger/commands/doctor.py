@@ -69,9 +69,9 @@ def run_doctor(*, json: bool = False) -> int:
         print(json_module.dumps(report, indent=2))
         return status
     width = 2 + max(len(check.name) for check in checks)
-    for group, of_group in itertools.groupby(checks, lambda check: check.group):
+    for group, group_checks in itertools.groupby(checks, lambda check: check.group):
         print(group)
-        for check in of_group:
+        for check in group_checks:
             color, plain = (f"\033[{_COLORS[check.status]}m", "\033[0m") if sys.stdout.isatty() else ("", "")
             hint = f"\n{' ' * (width + 11)}-> {check.hint}" if check.hint else ""
             print(f"  {check.name:{width}}{color}{check.status:9}{plain}{check.detail}{hint}")

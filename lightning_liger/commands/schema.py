@@ -65,10 +65,10 @@ def make_schema() -> dict[str, Any]:
     for subcommand, skipped in LigerCLI.subcommands().items():
         # Some need what others may leave out, such as ckpt_path.
         found = schema.options(LigerCLI.trainer_type, subcommand, skipped) | found
-    seed = schema.of_type(bool | int)
+    seed = schema.for_type(bool | int)
     found["seed_everything"] = {**seed, "description": "Seed of all random numbers; true draws one."}
     found |= {"trainer": _object(schema.options(L.Trainer)), "summary": _object(schema.options(Summary))}
-    found |= {name: schema.of_type(base | None) for name, base in _BASES.items()}
+    found |= {name: schema.for_type(base | None) for name, base in _BASES.items()}
     return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}
 
 
@@ -94,12 +94,12 @@ class _Schema:
         for name, default in defaults.items():
             hint, text = hints.get(name, Any), texts.get(name) or (further if f"``{name}``" in further else None)
             # Without `| None` in the signature, as in some of Lightning, None is written to yaml files too.
-            found[name] = self.of_type(hint | None if default is None else hint)
+            found[name] = self.for_type(hint | None if default is None else hint)
             found[name] |= {"description": " ".join(plain(text).split())} if text else {}
             found[name] |= {"default": default} if isinstance(default, bool | int | float | str) else {}
         return found
 
-    def of_type(self, hint: Any) -> dict[str, Any]:
+    def for_type(self, hint: Any) -> dict[str, Any]:
         """The schema of a type; an empty one for types that yaml has no form of."""
         origin, args = get_origin(hint) or hint, get_args(hint)
         if origin in _SIMPLE:
@@ -107,7 +107,7 @@ class _Schema:
         if origin is Literal:
             return {"enum": list(args)}
         if origin in (Union, types.UnionType):
-            options = [self.of_type(arg) for arg in args]
+            options = [self.for_type(arg) for arg in args]
             return {} if {} in options else {"anyOf": options}
         if not inspect.isclass(origin) or origin in (Any, object):
             return {}
@@ -119,7 +119,7 @@ class _Schema:
             return {"type": "object"}
         if issubclass(origin, collections.abc.Iterable) and args:
             is_list = issubclass(origin, collections.abc.Sequence) and origin is not tuple
-            return {"type": "array", "items": self.of_type(args[0]) if is_list else {}}
+            return {"type": "array", "items": self.for_type(args[0]) if is_list else {}}
         known = {cls: path for cls, path in self._paths.items() if issubclass(cls, origin)}
         return self._reference(f"any_{origin.__name__}", self._any_of, known) if known else {}
 
@@ -136,14 +136,14 @@ class _Schema:
             names = list(dict.fromkeys((path, cls.__name__, f"{cls.__module__}.{cls.__qualname__}")))
             paths += names
             condition = {"required": ["class_path"], "properties": {"class_path": {"enum": names}}}
-            then = {"properties": {"init_args": self._reference(path, self._of_class, cls)}}
+            then = {"properties": {"init_args": self._reference(path, self._for_class, cls)}}
             rules.append({"if": condition, "then": then})
         other = {"type": "string", "not": {"pattern": "^lightning_liger\\."}}
         properties: dict[str, Any] = {"class_path": {"anyOf": [{"enum": paths}, other]}}
         properties |= {name: {"type": "object"} for name in ("init_args", "dict_kwargs")}
         return {"anyOf": [{"type": "string"}, {**_object(properties), "allOf": rules}]}
 
-    def _of_class(self, cls: type) -> dict[str, Any]:
+    def _for_class(self, cls: type) -> dict[str, Any]:
         text = (inspect.getdoc(cls) or "").partition("\n\n")[0]
         return {**_object(self.options(cls)), "description": plain(" ".join(text.split()))}
 

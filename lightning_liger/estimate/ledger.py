@@ -128,7 +128,7 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
         return (end - start) * _SECONDS_PER_FLOP
 
 
-def _of_loss(arguments: ForwardArguments | BackwardArguments) -> int:
+def _head_bytes(arguments: ForwardArguments | BackwardArguments) -> int:
     """One chunk of logits and hidden states."""
     num_tokens, hidden_size = arguments.input.shape
     rows = min(arguments.chunk_size, num_tokens)
@@ -137,8 +137,8 @@ def _of_loss(arguments: ForwardArguments | BackwardArguments) -> int:
 
 
 _TEMPORARIES: dict[Any, Callable[..., int]] = {
-    torch.ops.liger_ops.linear_head.default: lambda *values: _of_loss(ForwardArguments(*values)),
-    torch.ops.liger_ops.linear_head_backward.default: lambda *values: _of_loss(BackwardArguments(*values)),
+    torch.ops.liger_ops.linear_head.default: lambda *values: _head_bytes(ForwardArguments(*values)),
+    torch.ops.liger_ops.linear_head_backward.default: lambda *values: _head_bytes(BackwardArguments(*values)),
 }
 """What operations allocate and free before they return."""
 

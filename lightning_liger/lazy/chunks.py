@@ -41,7 +41,7 @@ def over_chunks(
     ``[num_tokens, any]``, and returns a tensor whose first dimension is chunk_size, or a tuple of them.
     """
 
-    def of_chunk(*chunk: Tensor) -> Any:
+    def per_chunk(*chunk: Tensor) -> Any:
         rows = [normal(each) for each in chunk]
         values = [source.values(each) for source, each in zip(sources, rows, strict=False)]
         return function(*values, *rows[len(sources) :])
@@ -52,7 +52,7 @@ def over_chunks(
     parts = []
     for chunk in zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True):
         # No arguments of checkpoint, which would save them: those of inference mode may not be saved.
-        compute = partial(of_chunk, *chunk)
+        compute = partial(per_chunk, *chunk)
         parts.append(checkpoint(compute, use_reentrant=False, preserve_rng_state=False) if requires_grad else compute())
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)

@@ -176,12 +176,12 @@ class LazyLogits(LazyTensor):
     def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
         """``linear_divergence`` of heads that are whole or shared by ranks in the same way."""
         with torch.no_grad():
-            of_teacher = teacher._head_arguments("a divergence")
-            pair = normal(of_teacher.pop("input")), normal(of_teacher.pop("linear_weight"))
-            adapter, bias = of_teacher.pop("adapter"), of_teacher.pop("linear_bias")
+            teacher_arguments = teacher._head_arguments("a divergence")
+            pair = normal(teacher_arguments.pop("input")), normal(teacher_arguments.pop("linear_weight"))
+            adapter, bias = teacher_arguments.pop("adapter"), teacher_arguments.pop("linear_bias")
             options["teacher_adapter"] = adapter and tuple(map(normal, adapter))
             options["teacher_bias"] = None if bias is None else normal(bias)
-        options |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+        options |= {f"teacher_{name}": value for name, value in teacher_arguments.items()}
         loss: Tensor = self._fused(linear_divergence, *pair, **options)
         self._count_loss(options.get("chunk_bytes"), teacher)
         return loss
@@ -199,14 +199,12 @@ class LazyLogits(LazyTensor):
         head.counters.bytes_avoided += max(0, num_tokens - rows) * bytes_of_token
 
     def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        of_head = self._head_arguments("a fused loss")
+        head = self._head_arguments("a fused loss")
         own = {"vocab_shard": self.head.shard, **self.head.options}
         own = {name: value for name, value in own.items() if name in _parameters(function)}
         given = {name: value for name, value in options.items() if value is not None}
         with without_autocast(self.device.type):  # the dtype was decided when the head was called
-            return function(
-                of_head.pop("input"), of_head.pop("linear_weight"), *arguments, **{**of_head, **own, **given}
-            )
+            return function(head.pop("input"), head.pop("linear_weight"), *arguments, **{**head, **own, **given})
 
     def _head_arguments(self, operation: str) -> dict[str, Any]:
         """The arguments of functions of ``liger_ops`` that say how logits are computed, in ``compute_dtype``."""

@@ -190,14 +190,14 @@ def topk_log_probs(
         log_probs: Tensor = lazy.fused_loss(linear_topk_log_probs, ids, **options)
         return log_probs.to(_dtype(logits))
 
-    def of_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
+    def per_chunk(values: Tensor, ids: Tensor, *temperatures: Tensor) -> Tensor:
         z = _tempered(values, temperatures[0] if temperatures else temperature)
         is_padding = ids < 0
-        of_ids = z.gather(-1, ids.clamp(min=0)).masked_fill(is_padding, -torch.inf)
-        lse = (of_ids if renormalize else z).logsumexp(-1, keepdim=True)
-        return (of_ids - lse).masked_fill(is_padding, -torch.inf)  # once more, as lse gets no gradient from it
+        id_logits = z.gather(-1, ids.clamp(min=0)).masked_fill(is_padding, -torch.inf)
+        lse = (id_logits if renormalize else z).logsumexp(-1, keepdim=True)
+        return (id_logits - lse).masked_fill(is_padding, -torch.inf)  # once more, as lse gets no gradient from it
 
-    found = _over_chunks(of_chunk, logits, [ids, temperature], chunk_bytes).view(ids.shape)
+    found = _over_chunks(per_chunk, logits, [ids, temperature], chunk_bytes).view(ids.shape)
     return found if mask is None else found.where(mask[..., None], 0.0)
 
 
@@ -254,14 +254,14 @@ def divergence(
         options |= {"mask": mask, "token_weight": token_weight, "reduction": reduction}
         return divergence_of_logits(_real(student_logits), _real(teacher_logits), vocab=vocab, **options)
 
-    def of_chunk(student: Tensor, teacher: Tensor, *masks: Tensor) -> Tensor:
+    def per_chunk(student: Tensor, teacher: Tensor, *masks: Tensor) -> Tensor:
         kept = masks[0][:, 0] if masks else None
         return divergence_of_logits(student, teacher, **options, mask=kept, reduction="none", vocab=vocab)
 
     sources = [logit_rows(student_logits), logit_rows(teacher_logits.detach())]
     masks = [] if mask is None else [mask.reshape(-1, 1)]
     chunk_size = min(_chunk_size(student_logits, chunk_bytes), _chunk_size(teacher_logits, chunk_bytes))
-    losses = over_chunks(of_chunk, sources, masks, chunk_size).view(tokens)
+    losses = over_chunks(per_chunk, sources, masks, chunk_size).view(tokens)
     weights = torch.ones_like(losses) if token_weight is None else token_weight.to(losses.dtype)
     weights = weights if mask is None else weights.where(mask, 0.0)
     losses, total = losses * weights, weights.sum()
@@ -364,20 +364,20 @@ def _scores_of_rows(logits: Tensor, labels: Tensor, options: dict[str, Any]) -> 
     """:func:`token_scores` of logits of which chunks are read; ``saved_logits_bytes`` has no effect."""
     temperature, outputs = options["temperature"], options["outputs"]
 
-    def of_chunk(values: Tensor, labels: Tensor, *temperatures: Tensor) -> tuple[Tensor, ...]:
+    def per_chunk(values: Tensor, labels: Tensor, *temperatures: Tensor) -> tuple[Tensor, ...]:
         z = _tempered(values, temperatures[0] if temperatures else temperature)
         scores = scores_reference(z, labels[:, 0], options["ignore_index"], outputs)
         return tuple(score for score in scores if score is not None)
 
-    found = _over_chunks(of_chunk, logits, [labels, temperature], options["chunk_bytes"])
+    found = _over_chunks(per_chunk, logits, [labels, temperature], options["chunk_bytes"])
     named = {name: score.view(labels.shape) for name, score in zip(outputs, found, strict=True)}
     return TokenScores(**{k: score.detach() if k in options["detach"] else score for k, score in named.items()})
 
 
 def _over_chunks(
-    function: Callable[..., Any], logits: Tensor, of_tokens: Sequence[Any], chunk_bytes: int | None
+    function: Callable[..., Any], logits: Tensor, per_token: Sequence[Any], chunk_bytes: int | None
 ) -> Any:
-    """``function`` of chunks of logits and of those of ``of_tokens`` that are tensors, ``[...]`` or ``[..., any]``."""
+    """``function`` of chunks of logits and of those of ``per_token`` that are tensors, ``[...]`` or ``[..., any]``."""
     num_tokens = math.prod(logits.shape[:-1])
-    rows = [each.reshape(num_tokens, -1) for each in of_tokens if isinstance(each, Tensor)]
+    rows = [each.reshape(num_tokens, -1) for each in per_token if isinstance(each, Tensor)]
     return over_chunks(function, [logit_rows(logits)], rows, _chunk_size(logits, chunk_bytes))

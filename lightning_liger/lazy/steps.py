@@ -1,4 +1,4 @@
-"""Lazy logits that are kept while parameters change: they become real before, or refuse to be read afterwards."""
+"""Lazy logits that are kept while parameters change: they become real before, or refuse to be read afterward."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     In a loop of one's own, the output of the model still exists in a step: real logits of it would be a waste.
     """
-    for root in _of_changing_parameters(optimizer):
+    for root in _roots_of_parameters(optimizer):
         if not all(expression.tensor().requires_grad for expression in root.alive()):
             _settle(root, "optimizer.step()")
     _after_step(optimizer, args, kwargs)
@@ -62,11 +62,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses later reads of what still is lazy, also of what a closure left, which computes the loss in the step."""
-    for root in _of_changing_parameters(optimizer):
+    for root in _roots_of_parameters(optimizer):
         _refuse(root, "an optimizer has changed its parameters")
 
 
-def _of_changing_parameters(optimizer: Optimizer) -> Iterator[Expression]:
+def _roots_of_parameters(optimizer: Optimizer) -> Iterator[Expression]:
     if roots := list(living()):
         changing = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for root in roots:

@@ -39,7 +39,7 @@ VIEWS = {
     *("squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold"),
     *("unsqueeze", "view", "view_as", "vsplit"),
 }
-"""Functions that usually return a view; others are recognised by their result."""
+"""Functions that usually return a view; others are recognized by their result."""
 
 COMPARISONS = {
     *("gt", "greater", "ge", "greater_equal", "lt", "less", "le", "less_equal"),

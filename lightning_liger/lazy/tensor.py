@@ -103,7 +103,7 @@ class LazyTensor(Tensor):
     def become_real(self, operation: str, warn: bool = True) -> None:
         """Turns this tensor, with all that was recorded from the same output, into what PyTorch would have returned.
 
-        The Python objects stay the same and are real tensors afterwards: aliases share memory, and gradients pass from
+        The Python objects stay the same and are real tensors afterward: aliases share memory, and gradients pass from
         one to the other as the recorded operations say.
 
         Raises a RuntimeError, and all are lazy as before, if an object cannot be exchanged because other code refers

@@ -1,4 +1,4 @@
-"""Losses of single completions that are labelled desirable or undesirable: KTO, APO-zero, BCO.
+"""Losses of single completions that are labeled desirable or undesirable: KTO, APO-zero, BCO.
 
 R = log pi(y|x) - log pi_ref(y|x), summed over the completion; s is the logistic function.
 

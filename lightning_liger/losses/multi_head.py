@@ -36,7 +36,7 @@ def multi_token_weights(num_heads: int, weight: float = 1.0) -> list[float]:
 def deepseek_mtp_weights(num_depths: int, weight: float = 0.3) -> list[float]:
     """Weights ``weight / D`` of DeepSeek-V3's D depths (arXiv:2412.19437, equation 25).
 
-    There ``weight`` is 0.3 for the first 10T tokens of training and 0.1 afterwards.
+    There ``weight`` is 0.3 for the first 10T tokens of training and 0.1 afterward.
     """
     check_integer("num_depths", num_depths, at_least=1)
     check_number("weight", weight, at_least=0)

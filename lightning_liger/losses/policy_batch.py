@@ -85,8 +85,8 @@ def is_token_local(batch: PolicyBatch, options: PolicyOptions) -> bool:
         return False
     if options.top_entropy_quantile < 1 or options.off_policy_mask_threshold is not None:
         return False
-    of_token = batch.old_log_probs is not None or options.vllm_importance_sampling_mode.startswith("token")
-    return of_token or not _corrects(batch, options)
+    is_token_level = batch.old_log_probs is not None or options.vllm_importance_sampling_mode.startswith("token")
+    return is_token_level or not _corrects(batch, options)
 
 
 def token_objective(
@@ -100,7 +100,7 @@ def token_objective(
     shape, dtype = batch.completions.mask.shape, torch.promote_types(batch.advantages.dtype, torch.float32)
 
     def flat(value: Tensor | None) -> Any:
-        return None if value is None else _of_tokens(batch, value).expand(shape).reshape(-1)
+        return None if value is None else _per_token(batch, value).expand(shape).reshape(-1)
 
     weights = flat(token_weights(batch.completions, options, dtype))
     advantages, old, ref, sampled = map(flat, batch[1:])
@@ -137,7 +137,7 @@ def policy_objective(
     not scored. ``gather`` is as for :func:`~lightning_liger.losses.policy.top_entropy_mask`.
     """
     completions, mask = batch.completions, batch.completions.mask
-    # Nothing that is not scored reaches the arithmetic, whose gradient a mask afterwards would not keep from NaN.
+    # Nothing that is not scored reaches the arithmetic, whose gradient a mask afterward would not keep from NaN.
     log_probs = torch.where(mask, log_probs, 0.0)
     per_token = (value if value is None or value.ndim == 1 else torch.where(mask, value, 0.0) for value in batch[1:])
     batch = PolicyBatch(completions, *per_token)  # type: ignore[arg-type]
@@ -163,12 +163,12 @@ def policy_objective(
             sampled = old if batch.sampling_log_probs is None else batch.sampling_log_probs
             near = off_policy_mask(log_probs, sampled, batch.advantages, completions, threshold)
         values = batch.advantages, log_weights, factor, near, phi
-        advantages, weights, factor, near, of_phi = (_of_tokens(batch, value) for value in values)
+        advantages, weights, factor, near, token_phi = (_per_token(batch, value) for value in values)
         for masked in (near, kept):
             if masked is not None:
                 factor = masked if factor is None else factor * masked
         columns = advantages, old, batch.ref_log_probs
-        losses, kl = policy_terms(log_probs, options, *columns, log_weights=weights, factor=factor, phi=of_phi)
+        losses, kl = policy_terms(log_probs, options, *columns, log_weights=weights, factor=factor, phi=token_phi)
         losses = losses * token_weights(completions, options, log_probs.dtype)
         total, ratio = torch.where(mask, losses, 0.0).sum(), safe_exp(log_weights)
     entropy = torch.where(mask if kept is None else kept, entropies, 0.0).sum()
@@ -176,6 +176,6 @@ def policy_objective(
     return PolicyObjective(total, entropy, *details)  # type: ignore[arg-type]
 
 
-def _of_tokens(batch: PolicyBatch, value: Any) -> Any:
+def _per_token(batch: PolicyBatch, value: Any) -> Any:
     """``[num_sequences]`` as values that broadcast with tokens; values of tokens, and None, as they are."""
     return batch.completions.spread(value) if value is not None and value.ndim == 1 else value

@@ -82,15 +82,15 @@ def policy_metrics(
             value = _extreme(sampling, start, scored if sampling.ndim > 1 else None)
             found[f"sampling/importance_sampling_ratio/{name}"] = value
     lengths = completions.lengths
-    found |= zip(_LENGTHS, _of_lengths(lengths, torch.ones_like(lengths, dtype=torch.bool)), strict=True)
+    found |= zip(_LENGTHS, _length_stats(lengths, torch.ones_like(lengths, dtype=torch.bool)), strict=True)
     if is_terminated is not None:
         is_known = lengths > 0
         found["completions/clipped_ratio"] = (is_known & ~is_terminated).sum(), is_known.sum()
-        found |= zip(OF_DATA[6:9], _of_lengths(lengths, is_terminated), strict=True)
+        found |= zip(OF_DATA[6:9], _length_stats(lengths, is_terminated), strict=True)
     return found
 
 
-def _of_lengths(lengths: Tensor, where: Tensor) -> tuple[Any, Tensor, Tensor]:
+def _length_stats(lengths: Tensor, where: Tensor) -> tuple[Any, Tensor, Tensor]:
     """The mean, the smallest and the largest of the lengths of some completions."""
     mean = (lengths * where).sum(), where.sum()
     return mean, _extreme(lengths, math.inf, where), _extreme(lengths, -math.inf, where)

@@ -68,9 +68,9 @@ def _is_mapping(batch: Any) -> bool:
 
 
 def _part(tensors: dict[str, Tensor], prefix: str, shape: tuple[int, ...]) -> Part:
-    of_tokens = {name: value for name, value in tensors.items() if value.shape == shape}
-    masks = (of_tokens[f"{prefix}attention_mask"],) if f"{prefix}attention_mask" in of_tokens else ()
-    part = Part(shape, masks, of_tokens.get(f"{prefix}position_ids"))
+    token_tensors = {name: value for name, value in tensors.items() if value.shape == shape}
+    masks = (token_tensors[f"{prefix}attention_mask"],) if f"{prefix}attention_mask" in token_tensors else ()
+    part = Part(shape, masks, token_tensors.get(f"{prefix}position_ids"))
     for name, no_loss in _LABELS:
         labels = tensors.get(prefix + name)
         if labels is not None and not labels.is_floating_point():

@@ -259,7 +259,7 @@ class LigerMonitor(L.Callback):
         if totals["seconds"]:
             totals |= {f"timed_{name}": totals[name] for name in ("steps", "tokens", "rows")}
             totals["wait_seconds"] = waited / trainer.world_size  # of a rank
-            totals["flops"] = self._flops.of_pairs(totals["tokens"], pairs)
+            totals["flops"] = self._flops.for_pairs(totals["tokens"], pairs)
         for name, value in totals.items():
             before = self._totals[name]
             self._totals[name] = max(before, value) if name.endswith("memory") else before + value
@@ -379,8 +379,8 @@ class LigerMonitor(L.Callback):
         yield "Steps", f"{results['steps']:,.0f} on {world_size} {device} process{'es' if world_size > 1 else ''}"
         unit = "rows" if results["rows"] and not results["tokens"] else "tokens"
         speed = results.get(f"{unit}_per_second")
-        of_each = f" ({speed / world_size:,.0f} a device)" if world_size > 1 and speed else ""
-        yield f"{unit.title()}/s", f"{speed:,.0f}{of_each}" if speed else "too few steps to tell"
+        per_device = f" ({speed / world_size:,.0f} a device)" if world_size > 1 and speed else ""
+        yield f"{unit.title()}/s", f"{speed:,.0f}{per_device}" if speed else "too few steps to tell"
         for name, value in results.items():
             stage, _, rest = name.partition("_")
             if title := {"train": "Training", "val": "Validation"}.get(stage):
@@ -390,18 +390,18 @@ class LigerMonitor(L.Callback):
         if "memory_reserved_gib" in results:
             yield "Reserved memory", f"{readable_bytes(results['memory_reserved_gib'] * 2**30)} a process"
         if avoided := results["logits_bytes_avoided"]:  # not where each loss took one chunk, or none are counted
-            of_loss = readable_bytes(avoided / results["num_fused_losses"] / world_size)
-            yield "Logits never allocated", f"{readable_bytes(avoided)} in all, {of_loss} in each loss"
+            bytes_per_loss = readable_bytes(avoided / results["num_fused_losses"] / world_size)
+            yield "Logits never allocated", f"{readable_bytes(avoided)} in all, {bytes_per_loss} in each loss"
         if plan := getattr(trainer.strategy, "activation_plan", ""):
             yield "Activations", plan
         if results["tokens"]:
             yield "Tokens", f"{results['tokens']:,.0f}"
         if norms := [point["gradient_norm"] for point in self.points if "gradient_norm" in point]:
             yield "Gradient norm", f"{norms[-1]:.4g} at the end, {max(norms):.4g} at most"
-        of_peak = f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s"
+        peak_format = f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s"
         for name, title, text in (
             ("step_seconds", "Time of a step", "{:,.4g} s"),
-            ("model_flops_utilization", "Model FLOPs utilization", of_peak),
+            ("model_flops_utilization", "Model FLOPs utilization", peak_format),
             ("data_wait_share", "Waiting for data", "{:.1%} of the time"),
             ("padding_share", "Padding", "{:.1%} of the tokens"),
             ("ignored_share", "Ignored labels", "{:.1%} of the labels"),

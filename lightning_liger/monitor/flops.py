@@ -55,9 +55,9 @@ class ModelFlops:
     def of(self, num_tokens: float, lengths: Sequence[tuple[int, float]]) -> float:
         """The FLOPs of tokens, those of padding included, in sequences: pairs of a length and how many have it."""
         pairs = (sum(count * num_pairs(length, window) for length, count in lengths) for _, window in self.attention)
-        return self.of_pairs(num_tokens, pairs)
+        return self.for_pairs(num_tokens, pairs)
 
-    def of_pairs(self, num_tokens: float, pairs: Iterable[float]) -> float:
+    def for_pairs(self, num_tokens: float, pairs: Iterable[float]) -> float:
         """The FLOPs of tokens of which the pairs of attention are known, for each entry of ``attention``."""
         costs = (cost for cost, _ in self.attention)
         return self.per_token * num_tokens + sum(map(operator.mul, costs, pairs))
@@ -128,23 +128,23 @@ class ValuesOfMeta(TorchFunctionMode):
 def _trace(model: nn.Module, short: int, long: int) -> ModelFlops:
     """The FLOPs of rows of two lengths tell those of a token and of a pair."""
 
-    def per_pair(of_short: float, of_long: float) -> float:
-        return (of_long / long - of_short / short) / (long - short)
+    def per_pair(flops_short: float, flops_long: float) -> float:
+        return (flops_long / long - flops_short / short) / (long - short)
 
-    (short_forward, of_short), (long_forward, of_long) = (_run(model, seq_len) for seq_len in (short, long))
+    (short_forward, flops_short), (long_forward, flops_long) = (_run(model, seq_len) for seq_len in (short, long))
     windows: dict[str, int] = {}
     for name, module in model.named_modules(prefix=type(model).__name__):
         window = getattr(module, "sliding_window", None)
         if isinstance(window, int) and next(module.children(), None) and not name.startswith(tuple(windows)):
             windows[name] = window
     forward: Counter[int | None] = Counter({None: per_pair(short_forward["Global"], long_forward["Global"])})
-    pairs, of_forward = per_pair(of_short, of_long), forward.total()
+    pairs, forward_flops = per_pair(flops_short, flops_long), forward.total()
     for name in windows.keys() & long_forward.keys():
         number = per_pair(short_forward[name], long_forward[name])
         forward.update({windows[name]: number, None: -number})
     # Backward does not know the window of a layer; its FLOPs are a multiple of those of forward.
-    attention = tuple((number * (pairs / of_forward), width) for width, number in forward.items() if number > 0)
-    return ModelFlops(of_long / long - pairs * long, attention)
+    attention = tuple((number * (pairs / forward_flops), width) for width, number in forward.items() if number > 0)
+    return ModelFlops(flops_long / long - pairs * long, attention)
 
 
 def _run(model: nn.Module, seq_len: int) -> tuple[dict[str, int], int]:

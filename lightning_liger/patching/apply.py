@@ -72,7 +72,7 @@ def _check_options(name: str, options: Any) -> dict[str, Any]:
 
 
 def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> PatchReport:
-    """Replaces the modules of ``model`` that it recognises by fused kernels, after verifying each structure.
+    """Replaces the modules of ``model`` that it recognizes by fused kernels, after verifying each structure.
 
     Only the instance changes, no class and no other model: parameters, their names and ``state_dict`` stay the same. A
     replacement whose outputs or gradients differ from the original's is not made, and reported. Call it before the
@@ -136,7 +136,7 @@ def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: P
 def _plan(
     model: nn.Module, chosen: Mapping[str, dict[str, Any]]
 ) -> Iterator[tuple[nn.Module, PatchEntry, Replacement | None]]:
-    """Each module that a rule recognises, what the report says of it, and its verified replacement, if it has one."""
+    """Each module that a rule recognizes, what the report says of it, and its verified replacement, if it has one."""
     head_rule = HeadRule(chosen.get(_HEAD, {}))
     heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
     decisions: dict[Hashable, _Decision | None] = {}

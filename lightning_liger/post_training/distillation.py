@@ -63,9 +63,9 @@ class LigerDistillationMixin(LigerTeacherMixin):
       teacher.
     - ``old_per_token_logps``, ``[batch_size, seq_len]``: of the policy that sampled the tokens.
     - ``teacher_input_ids``, ``teacher_labels`` and others with that prefix: for ``"uld"``, which needs them, the same
-      text in the teacher's tokens. The i-th labelled token of a row is compared with the i-th of the other.
+      text in the teacher's tokens. The i-th labeled token of a row is compared with the i-th of the other.
 
-    The loss is the mean over the labelled tokens of the whole optimizer step, whatever its micro-batches and ranks.
+    The loss is the mean over the labeled tokens of the whole optimizer step, whatever its micro-batches and ranks.
     The teacher is frozen, in evaluation mode, on each rank whole or sharded over all of them, whatever engine trains
     the student; it is in no checkpoint and no optimizer.
 
@@ -124,10 +124,10 @@ class LigerDistillationMixin(LigerTeacherMixin):
                 detach=("entropy",),
             )  # fmt: skip
             total = total + options.crossentropy_weight * cross_entropy
-            measured = _of_labels(scores, rows, cross_entropy=cross_entropy) | measured
+            measured = _label_metrics(scores, rows, cross_entropy=cross_entropy) | measured
         elif options.log_entropy and "entropy" not in measured:
             with torch.no_grad():
-                measured |= _of_labels(token_scores(logits.detach(), rows.labels, outputs=outputs[1:]), rows)
+                measured |= _label_metrics(token_scores(logits.detach(), rows.labels, outputs=outputs[1:]), rows)
         return StepLoss((Term(total, count, "tokens", is_whole=False),), measured, auxiliary)
 
     # One loss each: the sum over tokens, their number, and what is measured
@@ -150,10 +150,10 @@ class LigerDistillationMixin(LigerTeacherMixin):
         if ids is None or log_probs is None:
             teacher_logits, temperature = self._teacher_logits(rows), options.temperature
             with torch.no_grad():
-                of_whom = {"student": (logits,), "union": (teacher_logits, logits)}
+                supports = {"student": (logits,), "union": (teacher_logits, logits)}
                 likeliest = [
                     each.detach().topk(min(options.distillation_topk, each.shape[-1]), dim=-1).indices
-                    for each in of_whom.get(options.distillation_support, (teacher_logits,))
+                    for each in supports.get(options.distillation_support, (teacher_logits,))
                 ]
                 ids = torch.cat(likeliest, dim=-1)
                 is_common = ids < num_common_columns(logits.shape[-1], teacher_logits.shape[-1], options.vocab)
@@ -162,11 +162,11 @@ class LigerDistillationMixin(LigerTeacherMixin):
             support = support & is_common
             if options.distillation_support == "union":
                 support = support & first_occurrences(ids.masked_fill(~is_common, -1))
-        of_student = topk_log_probs(
+        student_log_probs = topk_log_probs(
             logits, ids, temperature=options.temperature, renormalize=options.support_mode == "renormalize", mask=kept
         )
         losses, metrics = sparse_divergence(
-            of_student, log_probs, options.sparse(temperature), support_mask=support.expand(ids.shape)
+            student_log_probs, log_probs, options.sparse(temperature), support_mask=support.expand(ids.shape)
         )
         names = metrics.keys() & self.metric_kinds()
         return losses.sum(), rows.num_labels, {name: Mean(metrics[name].sum(), rows.num_labels) for name in names}
@@ -187,7 +187,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
         metrics, kept, count = divergences(scores, ...)[1], targets.flatten() >= 0, rows.num_labels
         self._hidden_metrics -= metrics.keys()
         means = {name: Mean(torch.where(kept, each, 0.0).sum(), count) for name, each in metrics.items()}
-        return total, count, _of_labels(scores, rows) | means
+        return total, count, _label_metrics(scores, rows) | means
 
     def _uld_loss(self, logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor, dict[str, Measured]]:
         columns = rows.extras
@@ -197,9 +197,9 @@ class LigerDistillationMixin(LigerTeacherMixin):
             raise ValueError("batch must have one text a row for 'uld' (data.packing=False), got 'position_ids'")
         names = [name for name in columns if name.startswith("teacher_") and name not in _COLUMNS]
         batch = {name.removeprefix("teacher_"): columns[name] for name in names}
-        of_teacher = read_tokens("teacher", batch, self._seen(self._required_teacher()))
-        pair = logits, self._teacher_logits(of_teacher)
-        masks = [each.labels >= 0 for each in (rows, of_teacher)]
+        teacher_tokens = read_tokens("teacher", batch, self._seen(self._required_teacher()))
+        pair = logits, self._teacher_logits(teacher_tokens)
+        masks = [each.labels >= 0 for each in (rows, teacher_tokens)]
         number = torch.minimum(*(mask.sum(-1) for mask in masks))[:, None]
         masks = [mask & (mask.cumsum(-1) <= number) for mask in masks]  # as many in one as in the other
         student, teacher = (each[mask] for each, mask in zip(pair, masks, strict=True))
@@ -278,7 +278,7 @@ def _next(values: Tensor) -> Tensor:
     return F.pad(values[:, 1:], (0, 1))
 
 
-def _of_labels(scores: TokenScores, rows: Rows, **sums: Tensor) -> dict[str, Measured]:
+def _label_metrics(scores: TokenScores, rows: Rows, **sums: Tensor) -> dict[str, Measured]:
     """Means over tokens with a label."""
     sums |= {"mean_token_accuracy": cast(Tensor, scores.correct).sum(), "entropy": cast(Tensor, scores.entropy).sum()}
     return {name: Mean(total.detach(), rows.num_labels) for name, total in sums.items()}

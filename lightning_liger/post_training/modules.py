@@ -64,7 +64,7 @@ class LigerTPO(PreferenceModule):
 
 @takes(preference_loss=KTOOptions)
 class LigerKTO(PreferenceModule):
-    """KTO, APO-zero or BCO of a Hugging Face causal language model: completions labelled good or bad.
+    """KTO, APO-zero or BCO of a Hugging Face causal language model: completions labeled good or bad.
 
     Formulas and papers: :mod:`lightning_liger.losses.kto`. Arguments are the options of
     :class:`~lightning_liger.KTOOptions`, and others as in :class:`LigerDPO`.

@@ -63,8 +63,8 @@ class LigerMultipleChoice(LigerCausalLM):
             chosen = torch.where(is_of, values, -math.inf).argmax(-1)
             metrics[name].update(is_answer[chosen].sum(), batch["num_questions"])
         self._log_metrics(stage, _ACCURACIES)
-        of_token = is_answer[:, None] if rows.sequence_ids is None else is_answer[rows.sequence_ids.clamp(min=0)]
-        kept = (labels != IGNORE_INDEX) & of_token
+        in_answer = is_answer[:, None] if rows.sequence_ids is None else is_answer[rows.sequence_ids.clamp(min=0)]
+        kept = (labels != IGNORE_INDEX) & in_answer
         num_tokens, loss_sum = kept.sum(), -torch.where(kept, log_probs, 0).sum()
         loss = loss_sum / num_tokens.clamp(min=1)
         num_correct = ((scores.predictions == labels) & kept).sum()

@@ -73,9 +73,9 @@ class LigerPolicyMixin(LigerReferenceMixin):
         super().__init__(*args, **kwargs)
         names = metric_names(self.policy_options)
         names += ["policy_loss"] * (self.policy_options.entropy_coef > 0)
-        of_data = sorted(set(OF_DATA) - set(names))
-        self._hidden_metrics.update(of_data)
-        self._kinds = {name: metric_kind(name) for name in (*names, *of_data)} | {"num_tokens": "sum"}
+        data_metrics = sorted(set(OF_DATA) - set(names))
+        self._hidden_metrics.update(data_metrics)
+        self._kinds = {name: metric_kind(name) for name in (*names, *data_metrics)} | {"num_tokens": "sum"}
 
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         options = self.policy_options

@@ -341,7 +341,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     def step_loss(self, stage: str, batch: Mapping[str, Any]) -> StepLoss:
         rows = self._rows(batch)
         if self.preference_loss.is_labelled:
-            return self._labelled_loss(stage, batch, rows)
+            return self._labeled_loss(stage, batch, rows)
         reference = None
         if self.needs_reference:  # first, when the policy has not stored anything for backward
             reference = self._reference_of(batch, rows, self._columns()[""])
@@ -377,7 +377,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
             pairs = pairs._replace(weight=weight)
         return options.losses(pairs)
 
-    def _labelled_loss(self, stage: str, batch: Mapping[str, Any], rows: Rows) -> StepLoss:
+    def _labeled_loss(self, stage: str, batch: Mapping[str, Any], rows: Rows) -> StepLoss:
         """The loss of completions with labels."""
         options = cast(KTOOptions, self.preference_loss)
         check_tensor("batch['label']", batch.get("label"))

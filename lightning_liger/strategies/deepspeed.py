@@ -36,7 +36,7 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
 
     Also runs on CPUs (over gloo). With ``gradient_clip_val`` the norm over all ranks before clipping is logged as
     ``grad_norm``. Hugging Face models that ``configure_model`` builds with ``from_config`` or ``from_pretrained`` are
-    initialised and loaded under ZeRO-3 too; those that call a model's class themselves are not initialised by
+    initialized and loaded under ZeRO-3 too; those that call a model's class themselves are not initialized by
     transformers there.
 
     Args:

@@ -66,14 +66,14 @@ def test_no_less_accurate_than_plain_pytorch(draw: Any, triton_device: torch.dev
     """Of two tensors of one or of two dtypes, of a packed one, and relu squared without up; all gradients or one."""
     torch.manual_seed(draw.seed)
     function, activation = UNITS[draw.name]
-    first, (of_inputs, of_upstream) = draw.dtypes[0] or torch.float32, (LAYOUTS[name] for name in draw.layouts)
+    first, (input_layout, upstream_layout) = draw.dtypes[0] or torch.float32, (LAYOUTS[name] for name in draw.layouts)
     gate, up, grad_output = (3 * torch.randn(draw.shape, device=triton_device) for _ in range(3))
-    inputs = [of_inputs(each.to(dtype)) for each, dtype in ((gate, first), (up, draw.dtypes[1] or first))]
+    inputs = [input_layout(each.to(dtype)) for each, dtype in ((gate, first), (up, draw.dtypes[1] or first))]
     if draw.kind == "packed" and draw.shape:
-        inputs = [of_inputs(torch.cat((gate, up), dim=-1).to(first))]
+        inputs = [input_layout(torch.cat((gate, up), dim=-1).to(first))]
     elif draw.kind == "alone":
         function, activation, inputs = relu_squared, UNITS["relu_squared"][1], inputs[:1]
-    upstream = of_upstream(grad_output.to(first))
+    upstream = upstream_layout(grad_output.to(first))
     needs = draw.wanted if len(inputs) == 2 else (True,)
 
     def plain(*inputs: Tensor) -> Tensor:

@@ -356,5 +356,5 @@ def test_loss_passes_on_everything_it_is_given(name: str, monkeypatch: pytest.Mo
     module(torch.randn(6, 4), LABELS, **given)
     expected = chosen | given
     assert {key: calls[0][key] for key in expected} == expected
-    of_head = {"linear_weight", "linear_bias"} if is_linear else set()
-    assert {*calls[0]} == {*expected, "input", "target", *of_head}
+    head_arguments = {"linear_weight", "linear_bias"} if is_linear else set()
+    assert {*calls[0]} == {*expected, "input", "target", *head_arguments}

@@ -120,11 +120,11 @@ def test_no_less_accurate_than_plain_pytorch(draw: Any, triton_device: torch.dev
     """With the gradients of q and k, laid out as they came and with gaps closed."""
     torch.manual_seed(draw.seed)
     dtypes = draw.dtypes if draw.is_mixed else draw.dtypes[:1] * 3
-    of_inputs, of_upstream = (LAYOUTS[name] for name in draw.layouts)
+    input_layout, upstream_layout = (LAYOUTS[name] for name in draw.layouts)
     tensors = make_case(*draw.sizes, dtype=dtypes[0], device=triton_device, heads_dim=draw.heads_dim)
     case = Case(
-        of_inputs(tensors.q), of_inputs(tensors.k.to(dtypes[1])),
-        *(TABLES[draw.table](each.to(dtypes[2])) for each in tensors[2:4]), *map(of_upstream, tensors[4:]),
+        input_layout(tensors.q), input_layout(tensors.k.to(dtypes[1])),
+        *(TABLES[draw.table](each.to(dtypes[2])) for each in tensors[2:4]), *map(upstream_layout, tensors[4:]),
     )  # fmt: skip
     options: Any = {"wanted": draw.wanted, "heads_dim": draw.heads_dim, "interleaved": draw.interleaved}
     actual, eager, truth = (

@@ -32,14 +32,14 @@ def test_results_and_gradients_are_those_of_the_whole_head(ranks: list[dict[str,
     torch.testing.assert_close(results, truth, atol=tolerance, **close)
     assert found.keys() == gradients.keys()
     for key, expected in gradients.items():
-        own, of_other = found[key], found_by_other[key]
+        own, other = found[key], found_by_other[key]
         if is_of_vocabulary(key):
-            own = torch.cat((own, of_other))
+            own = torch.cat((own, other))
         elif not run.sums_input_gradient:
-            assert not torch.allclose(own, of_other)
-            own = own + of_other
+            assert not torch.allclose(own, other)
+            own = own + other
         else:
-            assert torch.equal(own, of_other)
+            assert torch.equal(own, other)
         torch.testing.assert_close(own, expected, atol=tolerance * max(1.0, expected.abs().max().item()), **close)
 
 

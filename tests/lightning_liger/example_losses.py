@@ -112,8 +112,8 @@ def ranking(module: Any, batch: Any) -> Terms:
     labels, numbers, ids = batch
     clicks, id_logits = module.model(numbers.double(), ids)
     loss = F.binary_cross_entropy_with_logits(clicks, labels.double())
-    of_ids = -id_logits[labels == 1].log_softmax(-1).gather(-1, ids[labels == 1, :1]).mean()
-    return [(loss + 0.1 * of_ids, 1)]
+    id_loss = -id_logits[labels == 1].log_softmax(-1).gather(-1, ids[labels == 1, :1]).mean()
+    return [(loss + 0.1 * id_loss, 1)]
 
 
 LOSSES: dict[str, Callable[[Any, Any], Terms]] = {

@@ -25,7 +25,7 @@ COLUMNS = {
 }
 HEADER = """# Replaced modules by architecture
 
-`apply_liger_kernels` recognises structures, not names. This table shows what it finds in a small model of every
+`apply_liger_kernels` recognizes structures, not names. This table shows what it finds in a small model of every
 architecture of `AutoModelForCausalLM` in transformers {version}, with all of its kinds of layers. `make docs` writes
 this page.
 

@@ -9,7 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from examples import fabric_loop, plain_module
 from tests.lightning_liger.example_losses import loss_and_gradients
-from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts, of_torchrun
+from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts, torchrun_environment
 from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
     NUM_STEPS,
@@ -49,7 +49,7 @@ def ranks(request, tmp_path_factory):
         folder.mkdir()
         write_text(folder)
     together = launch(request.param, folders[0], worker=WORKER, num_ranks=num_ranks)
-    apart = launch(request.param, folders[1], worker=WORKER, environment_of=of_torchrun)
+    apart = launch(request.param, folders[1], worker=WORKER, environment_of=torchrun_environment)
     return {**dict.fromkeys(OF_SEVERAL_PROCESSES, together), **dict.fromkeys(ON_TWO_NODES, apart)}
 
 

@@ -127,10 +127,10 @@ def _merge(sums: Tensor, shard: VocabShard | None) -> Tensor:
     maxima, normalizers, moves, decays = [], [], [], []
     parts = all_gather(sums.double(), shard.group)
     for place in (0, 2):
-        of_ranks, totals = parts[:, place], parts[:, place + 1]
-        of_ranks = of_ranks.where(totals != 0, -torch.inf)  # of shards without classes, or of impossible ones
-        maximum = _finite(of_ranks.amax(0))
-        moved = of_ranks - maximum
+        rank_values, totals = parts[:, place], parts[:, place + 1]
+        rank_values = rank_values.where(totals != 0, -torch.inf)  # of shards without classes, or of impossible ones
+        maximum = _finite(rank_values.amax(0))
+        moved = rank_values - maximum
         maxima.append(maximum)
         decays.append(moved.exp())
         normalizers.append(totals * decays[-1])
@@ -138,8 +138,8 @@ def _merge(sums: Tensor, shard: VocabShard | None) -> Tensor:
     moved = moves[1] - moves[0]  # how much each c_t - c_s, of the shard's maxima, becomes more
     first = parts[:, 4] * decays[1].clamp(min=_SMALLEST_DECAY) + moved * normalizers[1]
     second = parts[:, 5] * decays[0].clamp(min=_SMALLEST_DECAY) - moved * normalizers[0]
-    own, of_teacher, *others = (each.sum(0) for each in (*normalizers, first, second))
-    return torch.stack([maxima[0], own, maxima[1], of_teacher, *others])
+    own, teacher, *others = (each.sum(0) for each in (*normalizers, first, second))
+    return torch.stack([maxima[0], own, maxima[1], teacher, *others])
 
 
 def _total(sums: Tensor, shard: VocabShard | None) -> Tensor:

@@ -6,7 +6,7 @@ With z the tempered logits of a token, L_k = z[ids_k] - lse and upstream gradien
 
 Every sparse divergence is a function of the L_k that autograd differentiates. A frozen head takes two products of
 [num_tokens, hidden_size, vocab_size] (see :mod:`liger_ops.log_probs.frozen_head`), a trained head four, or three where
-forward keeps the logits. Renormalised probabilities, which are those among the given classes, read K rows of the head a
+forward keeps the logits. Renormalized probabilities, which are those among the given classes, read K rows of the head a
 token.
 """
 

@@ -206,7 +206,7 @@ def cross_entropy(
         z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it; there may
             be none in a mean.
         inplace_backward: Whether backward may write the gradient over ``input``'s storage, so that no second tensor of
-            that size ever exists. Only for logits that nothing else reads afterwards; autograd raises where it can
+            that size ever exists. Only for logits that nothing else reads afterward; autograd raises where it can
             tell. On the CPU, and while compiling, it has no effect.
         return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
 

@@ -14,7 +14,7 @@ from liger_ops.loss.gradient_kernels import gradient_kernel
 from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.row_kernels import loss_kernel
 
-_GROUP = 8  # neighbouring columns of one thread: 16 bytes in bfloat16
+_GROUP = 8  # neighboring columns of one thread: 16 bytes in bfloat16
 _MIN_BLOCK_SIZE = 128
 MAX_ROW_IN_REGISTERS = 65536  # bytes
 _CACHED_BYTES = 36 * 2**20  # of the 50 MB of L2 on H100 and H200, as the gradient passes through it too

@@ -2,7 +2,7 @@
 
 A program owns whole rows. Rows up to ``MAX_ROW_IN_REGISTERS`` bytes are read once and written once. Longer ones are
 read twice, block by block: so few rows are under way at a time that the second reading finds them in the L2 cache.
-Within a block every thread keeps the running maximum and normaliser of the columns that it loads (Milakov and
+Within a block every thread keeps the running maximum and normalizer of the columns that it loads (Milakov and
 Gimelshein, arXiv:1805.02867), merged only at the end of the row.
 """
 
@@ -75,7 +75,7 @@ def _store_token(
     kept,
     label_z,
     maximum,
-    normaliser,  # sum(exp(z - maximum)), times exp(rounding)
+    normalizer,  # sum(exp(z - maximum)), times exp(rounding)
     rounding,
     weighted_sum,
     expected_excess,  # sum(exp(z - maximum) * (z - maximum)), times exp(rounding)
@@ -89,12 +89,12 @@ def _store_token(
     z_loss_weight,
 ):
     """Writes one token's loss and stats, zeros if it is ignored; returns its lse and the lse's rounding error."""
-    log_normaliser = tl.log(normaliser) - rounding
-    lse = maximum + log_normaliser
+    log_normalizer = tl.log(normalizer) - rounding
+    lse = maximum + log_normalizer
     # Exact, since the summand of larger magnitude is taken away first.
-    maximum_is_larger = tl.abs(maximum) >= tl.abs(log_normaliser)
-    larger = tl.where(maximum_is_larger, maximum, log_normaliser)
-    lse_error = tl.where(maximum_is_larger, log_normaliser, maximum) - (lse - larger)
+    maximum_is_larger = tl.abs(maximum) >= tl.abs(log_normalizer)
+    larger = tl.where(maximum_is_larger, maximum, log_normalizer)
+    lse_error = tl.where(maximum_is_larger, log_normalizer, maximum) - (lse - larger)
     log_probability = label_z - lse - lse_error
     loss = -label_weight * log_probability
     if label_smoothing is not None:
@@ -111,7 +111,7 @@ def _store_token(
         nan_unless_class = tl.where((label >= 0) & (label < vocab_size), 0.0, float("nan"))
         tl.store(log_probs_ptr + token, tl.where(kept, log_probability + nan_unless_class, 0.0))
     if entropy_ptr is not None:
-        tl.store(entropy_ptr + token, tl.where(kept, log_normaliser - expected_excess / normaliser, 0.0))
+        tl.store(entropy_ptr + token, tl.where(kept, log_normalizer - expected_excess / normalizer, 0.0))
     if predictions_ptr is not None:
         tl.store(predictions_ptr + token, tl.where(kept, prediction.to(tl.int64), label))
     if correct_ptr is not None:
@@ -119,7 +119,7 @@ def _store_token(
     if mean_logit_ptr is not None:
         tl.store(mean_logit_ptr + token, tl.where(kept, weighted_sum / vocab_size, 0.0))
     if log_sum_sq_probs_ptr is not None:
-        tl.store(log_sum_sq_probs_ptr + token, tl.where(kept, tl.log(squares) - 2.0 * tl.log(normaliser), 0.0))
+        tl.store(log_sum_sq_probs_ptr + token, tl.where(kept, tl.log(squares) - 2.0 * tl.log(normalizer), 0.0))
     return lse, lse_error
 
 
@@ -136,7 +136,7 @@ def _add_edges(
     maximum,  # of the row, as are the following
     shift,
     exponent,
-    normaliser,
+    normalizer,
     weighted_sum,
     expected_excess,
     squares,
@@ -157,7 +157,7 @@ def _add_edges(
         found = tl.min(tl.where(in_row & (z == maximum), columns, vocab_size - 1), axis=0)
         prediction = tl.minimum(prediction, found)
     squares += tl.sum(numerator * numerator, axis=0)
-    return normaliser + tl.sum(numerator, axis=0), weighted_sum, expected_excess, squares, prediction
+    return normalizer + tl.sum(numerator, axis=0), weighted_sum, expected_excess, squares, prediction
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _reduce_row(
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     exponent = to_exponent(shift, HALF)
     numerator = shifted_exp(z, exponent, HALF)
-    normaliser = _sum(numerator)
+    normalizer = _sum(numerator)
     expected_excess = 0.0
     prediction = 0
     if WITH_STATS:
@@ -200,12 +200,12 @@ def _reduce_row(
     if WITH_SQUARES:
         squares = _sum(numerator * numerator)
     if edge_z is not None:
-        normaliser, weighted_sum, expected_excess, squares, prediction = _add_edges(
-            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normaliser, weighted_sum, expected_excess,
+        normalizer, weighted_sum, expected_excess, squares, prediction = _add_edges(
+            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normalizer, weighted_sum, expected_excess,
             squares, prediction, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS,
         )  # fmt: skip
     rounding = rounding_of(shift, exponent, HALF)
-    return z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction
+    return z, numerator, maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def _absorb_block(
     start,
     class_weight_ptr,
     maximum,  # [num_groups], as are the rest
-    normaliser,
+    normalizer,
     weighted_sum,
     expected_excess,
     squares,
@@ -234,8 +234,8 @@ def _absorb_block(
     exponent = to_exponent(shift, HALF)
     decay = decay_of(maximum, exponent, HALF)
     numerator = shifted_exp(z, exponent[:, None], HALF)
-    seen = normaliser
-    normaliser = normaliser * decay + tl.sum(numerator, axis=1)
+    seen = normalizer
+    normalizer = normalizer * decay + tl.sum(numerator, axis=1)
     if WITH_SQUARES:
         squares = squares * decay * decay + tl.sum(numerator * numerator, axis=1)
     if WITH_SUM:
@@ -247,7 +247,7 @@ def _absorb_block(
         # The first block of the row may come after others.
         is_better = (block_maximum > maximum) | ((block_maximum == maximum) & (start < best_start))
         best_start = tl.where(is_better, start, best_start)
-    return new_maximum, normaliser, weighted_sum, expected_excess, squares, best_start
+    return new_maximum, normalizer, weighted_sum, expected_excess, squares, best_start
 
 
 @triton.jit
@@ -274,10 +274,10 @@ def _reduce_blocks(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Reduces a row block by block to what :func:`_store_token` takes: maximum, normaliser, rounding and the rest."""
+    """Reduces a row block by block to what :func:`_store_token` takes: maximum, normalizer, rounding and the rest."""
     num_groups: tl.constexpr = BLOCK_SIZE // GROUP
     maxima = tl.full([num_groups], -float("inf"), dtype=tl.float32)
-    normalisers = tl.zeros([num_groups], dtype=tl.float32)
+    normalizers = tl.zeros([num_groups], dtype=tl.float32)
     weighted_sums = tl.zeros([num_groups], dtype=tl.float32)
     expected = tl.zeros([num_groups], dtype=tl.float32)
     squares_of_groups = tl.zeros([num_groups], dtype=tl.float32)
@@ -288,16 +288,16 @@ def _reduce_blocks(
     rest = tl.load(row_ptr + full_size + places, mask=rest_mask & kept, other=0.0, eviction_policy="evict_last")
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         logits = tl.load(row_ptr + start + places, eviction_policy="evict_last")
-        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
+        maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
             transform(logits, logit_scale, softcap), start + places + head, places >= 0, start, class_weight_ptr,
-            maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
+            maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
             WITH_SQUARES,
         )  # fmt: skip
     if kept & (full_size < size):
-        maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
+        maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
             tl.where(rest_mask, transform(rest, logit_scale, softcap), -float("inf")),
             full_size + places + head, rest_mask, full_size, class_weight_ptr,
-            maxima, normalisers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
+            maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
             WITH_SQUARES,
         )  # fmt: skip
     maximum = tl.max(maxima, axis=0)
@@ -306,13 +306,13 @@ def _reduce_blocks(
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     exponent = to_exponent(shift, HALF)
     decay = decay_of(maxima, exponent, HALF)
-    normaliser = tl.sum(normalisers * decay, axis=0)
+    normalizer = tl.sum(normalizers * decay, axis=0)
     weighted_sum = tl.sum(weighted_sums, axis=0)
     squares = tl.sum(squares_of_groups * decay * decay, axis=0)
     expected_excess = 0.0
     prediction = 0
     if WITH_STATS:
-        expected_excess = tl.sum(move_excess(expected, normalisers, maxima, shift) * decay, axis=0)
+        expected_excess = tl.sum(move_excess(expected, normalizers, maxima, shift) * decay, axis=0)
         # Searching for the largest logit once, within the block that each group noted, is cheaper than in every block.
         best_places = best_starts[:, None] + places
         mask = kept & (best_places < size) & (maxima == maximum)[:, None]
@@ -320,12 +320,12 @@ def _reduce_blocks(
         candidates = tl.where(mask & (z == maximum), best_places + head, vocab_size - 1)
         prediction = tl.min(tl.min(candidates, axis=1), axis=0)
     if edge_z is not None:
-        normaliser, weighted_sum, expected_excess, squares, prediction = _add_edges(
-            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normaliser, weighted_sum, expected_excess,
+        normalizer, weighted_sum, expected_excess, squares, prediction = _add_edges(
+            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normalizer, weighted_sum, expected_excess,
             squares, prediction, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS,
         )  # fmt: skip
     rounding = rounding_of(shift, exponent, HALF)
-    return maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction
+    return maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction
 
 
 @backend.Kernel
@@ -405,7 +405,7 @@ def loss_kernel(
             temperature = tl.load(temperature_ptr + token)
             row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
             row_softcap = None if softcap is None else softcap / temperature
-        # Read before the first barrier below: afterwards another warp may already have overwritten them.
+        # Read before the first barrier below: afterward another warp may already have overwritten them.
         label_z = transform(tl.load(row_ptr - head + label, mask=in_range, other=0.0), row_scale, row_softcap)
         edge_columns, edge_in_row, edge_z = None, None, None
         if GROUPED == 2:
@@ -417,20 +417,20 @@ def loss_kernel(
         )
         if WHOLE_ROW:
             (
-                z, numerator, maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction,
+                z, numerator, maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction,
             ) = _reduce_row(
                 transform(logits, row_scale, row_softcap), places + head, in_row, edge_columns, edge_in_row, edge_z,
                 class_weight_ptr, vocab_size, HALF, EVEN, WITH_SUM, WITH_STATS, WITH_SQUARES,
             )  # fmt: skip
         else:
-            maximum, normaliser, rounding, weighted_sum, expected_excess, squares, prediction = _reduce_blocks(
+            maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction = _reduce_blocks(
                 row_ptr, head, size, groups, places, edge_columns, edge_in_row, edge_z, kept, class_weight_ptr,
                 vocab_size, row_softcap, row_scale, HALF, WITH_SUM, WITH_STATS, WITH_SQUARES, GROUP, GROUPED,
                 BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
         lse, lse_error = _store_token(
             losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr,
-            mean_logit_ptr, log_sum_sq_probs_ptr, token, label, kept, label_z, maximum, normaliser, rounding,
+            mean_logit_ptr, log_sum_sq_probs_ptr, token, label, kept, label_z, maximum, normalizer, rounding,
             weighted_sum, expected_excess, squares, prediction, label_weight, class_weight_sum, token_weight,
             vocab_size, label_smoothing, z_loss_weight,
         )  # fmt: skip
@@ -447,7 +447,7 @@ def loss_kernel(
                 is_label_group = (numbers == (label - head) // GROUP).to(tl.float32)
                 lane_terms = tl.where(lanes == (label - head) % GROUP, label_term, 0.0)
                 grad = gradient(
-                    numerator, z, places + head, in_row, class_weight_ptr, probability_factor / normaliser,
+                    numerator, z, places + head, in_row, class_weight_ptr, probability_factor / normalizer,
                     is_label_group[:, None] * lane_terms[None, :], smoothing_term, None, 0.0, label_smoothing,
                     row_softcap,
                 )  # fmt: skip

@@ -203,9 +203,9 @@ def decay_of(old_shift, new_exponent, HALF: tl.constexpr):
 
 
 @triton.jit
-def move_excess(excess, normaliser, old_shift, new_shift):
+def move_excess(excess, normalizer, old_shift, new_shift):
     """sum(exp(z - old_shift) * (z - old_shift)) with ``z - new_shift`` as its last factor instead."""
-    return excess + tl.where(old_shift == -float("inf"), 0.0, old_shift - new_shift) * normaliser
+    return excess + tl.where(old_shift == -float("inf"), 0.0, old_shift - new_shift) * normalizer
 
 
 @triton.jit

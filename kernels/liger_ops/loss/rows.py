@@ -203,14 +203,14 @@ def _sum_classes(logits: Tensor, rows: TokenRows, wanted: Set[str]) -> dict[str,
     shift = largest.where(largest > -torch.inf, 0.0)
     excess = z - shift[:, None]
     numerator = excess.exp()
-    normaliser = numerator.sum(-1, dtype=torch.float64)
-    found = {"lse": shift + normaliser.log(), "largest": largest, "predictions": predictions}
+    normalizer = numerator.sum(-1, dtype=torch.float64)
+    found = {"lse": shift + normalizer.log(), "largest": largest, "predictions": predictions}
     found["label_z"] = z.gather(1, labels.clamp(min=0)[:, None])[:, 0].where(labels >= 0, 0.0)
     if "weighted" in wanted:
         found["weighted"] = (z if class_weight is None else z * class_weight.to(z.dtype)).sum(-1, dtype=torch.float64)
     if "entropy" in wanted:
         excess = torch.where(numerator > 0.0, numerator * excess, 0.0).sum(-1, dtype=torch.float64)
-        found["entropy"] = normaliser.log() - excess / normaliser
+        found["entropy"] = normalizer.log() - excess / normalizer
     if "lse_of_squares" in wanted:
         found["lse_of_squares"] = numerator.square().sum(-1, dtype=torch.float64).log() + 2.0 * shift
     return {name: value.double() for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Rules that recognise modules by structure, not by name, and propose replacements for them."""
+"""Rules that recognize modules by structure, not by name, and propose replacements for them."""
 
 from lightning_liger.patching.rules.base import Patched, Replacement, Rule
 from lightning_liger.patching.rules.gated_mlp import ExpertsRule, MLPRule

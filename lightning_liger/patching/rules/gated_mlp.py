@@ -2,7 +2,7 @@
 
 Which projection is the gate, which activation it has and where a dropout is, is found by comparing outputs and
 gradients. The comparison replaces projections by cheap random linear maps of their sizes, so it costs nothing even
-where a weight has a hundred million elements, and projections that a user replaced (an adapter, quantised weights) do
+where a weight has a hundred million elements, and projections that a user replaced (an adapter, quantized weights) do
 not prevent it.
 """
 

@@ -22,9 +22,9 @@ from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 
 _TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "as they are": lambda table: table,
-    "first half, for neighbours": lambda table: table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1),
+    "first half, for neighbors": lambda table: table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1),
     "one column a pair": lambda table: torch.cat((table, table), dim=-1),
-    "one column a pair, for neighbours": lambda table: table.repeat_interleave(2, dim=-1),
+    "one column a pair, for neighbors": lambda table: table.repeat_interleave(2, dim=-1),
 }
 _ONE_COLUMN_A_PAIR = "one column a pair"
 _COMPLEX = "freqs_cis"
@@ -38,7 +38,7 @@ class RotaryForm:
 
     tensors: tuple[str, ...]  # names of the parameters that are rotated: queries and keys, or one tensor
     tables: str  # the layout of cos and sin, a key of ``_TABLES``
-    interleaved: bool  # whether pairs are neighbouring columns
+    interleaved: bool  # whether pairs are neighboring columns
     heads_dim: int  # if the call has no ``unsqueeze_dim``
     reverse: bool  # whether the rotation is by minus the angle
     parts: bool  # whether the two columns of a pair are in different halves of the output
@@ -91,12 +91,12 @@ def _part(x: Tensor, rotary_dim: int) -> Tensor:
 def _forms(names: Sequence[str]) -> Iterator[RotaryForm]:
     tensors = tuple(names[:2]) if {"cos", "sin", _COMPLEX}.isdisjoint(names[:2]) else tuple(names[:1])
     heads_dims = (1,) if "unsqueeze_dim" in names else (1, 2)
-    layouts = ("one column a pair, for neighbours",) if _COMPLEX in names else tuple(_TABLES)
+    layouts = ("one column a pair, for neighbors",) if _COMPLEX in names else tuple(_TABLES)
     flags = (False, True)
     for heads_dim, tables, interleaved, reverse, parts, keep_dtype in itertools.product(
         heads_dims, layouts, flags, flags, flags, flags
     ):
-        if interleaved >= ("neighbours" in tables) and interleaved >= parts:
+        if interleaved >= ("neighbors" in tables) and interleaved >= parts:
             yield RotaryForm(tensors, tables, interleaved, heads_dim, reverse, parts, keep_dtype)
 
 

@@ -226,7 +226,7 @@ def test_engines_are_jobs_whose_peaks_have_estimates() -> None:
     for job in (found[0], found[1], next(job for job in found if job.strategy == "deepspeed_stage_3")):
         assert Job.from_json(job.to_json()) == job
         row = Row.from_json(json.loads(job.row(1, 256, peak_gib=2.0).to_json()))
-        peaks[row.arm, row.strategy] = estimates.of_engine(row)
+        peaks[row.arm, row.strategy] = estimates.engine_options(row)
     assert all(2 < each.estimated < 12 for each in peaks.values())
     assert "DDP, bf16-true, 256 tokens" in peaks["hf:none", "ddp"].setup
     assert peaks["hf:none", "ddp"].estimated >= peaks["ours:none", "ddp"].estimated

@@ -14,9 +14,9 @@ NUM_STEPS = 6
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_losses_stay_within_the_noise(architecture: str) -> None:
     found = curves(architecture, torch.float32, NUM_STEPS)
-    noise, of_runs = distances(found)
-    assert set(of_runs) == set(PLANS)
-    assert max(of_runs.values()) <= FACTOR * noise, of_runs
+    noise, run_distances = distances(found)
+    assert set(run_distances) == set(PLANS)
+    assert max(run_distances.values()) <= FACTOR * noise, run_distances
     stock = found[0].losses
     assert stock[-1] < stock[0] - 0.1  # they do learn
     by_run = {curve.run: curve.losses for curve in found}

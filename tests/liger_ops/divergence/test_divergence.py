@@ -100,13 +100,13 @@ def test_saturated_models_are_as_exact_as_eager_code(kind: str, device: torch.de
         student += float(60 * torch.rand((), generator=generator) - 30)  # which no probability depends on
         leaf = student.clone().requires_grad_()
         eager = with_gradients(reference(leaf, teacher, kind=kind, beta=0.3, reduction="none"), [leaf])
-        of_seed = []
+        seed_ratios = []
         for one, other, exact in zip(
             run(student, teacher, kind=kind, beta=0.3), eager, truth(student, teacher, kind=kind, beta=0.3), strict=True
         ):
             errors = [float((each - exact).abs().max()) for each in (one, other)]
-            of_seed.append(errors[0] / max(errors[1], torch.finfo(torch.float32).eps * float(exact.abs().max())))
-        ratios.append(of_seed)
+            seed_ratios.append(errors[0] / max(errors[1], torch.finfo(torch.float32).eps * float(exact.abs().max())))
+        ratios.append(seed_ratios)
     medians = torch.tensor(ratios).median(0).values
     assert medians.max() <= (2 if device.type == "cpu" else 3), medians  # exp of GPUs is an approximate instruction
 

@@ -106,9 +106,9 @@ def make(
 
 def leaves_of(head: Head, frozen: bool) -> dict[str, Tensor]:
     """The tensors as leaves of which the right ones need gradients."""
-    of_tokens = ("input", "adapter_input")
+    per_token = ("input", "adapter_input")
     return {
-        name: tensor.detach().requires_grad_(not frozen or name in of_tokens) for name, tensor in head.tensors.items()
+        name: tensor.detach().requires_grad_(not frozen or name in per_token) for name, tensor in head.tensors.items()
     }
 
 

@@ -114,12 +114,12 @@ def test_values_are_those_of_pytorch() -> None:
     scores = call(linear_log_probs, head.tensors, head, **chunk_of(ROWS, head))
     z = F.linear(head.tensors["input"], head.tensors["linear_weight"])
     kept = head.target != -100
-    of_classes = torch.distributions.Categorical(logits=z[kept])
-    torch.testing.assert_close(scores.log_probs[kept], of_classes.log_prob(head.target[kept]))
-    torch.testing.assert_close(scores.entropy[kept], of_classes.entropy())
+    class_grads = torch.distributions.Categorical(logits=z[kept])
+    torch.testing.assert_close(scores.log_probs[kept], class_grads.log_prob(head.target[kept]))
+    torch.testing.assert_close(scores.entropy[kept], class_grads.entropy())
     torch.testing.assert_close(scores.lse[kept], z[kept].logsumexp(-1))
     torch.testing.assert_close(scores.mean_logit[kept], z[kept].mean(-1))
-    torch.testing.assert_close(scores.log_sum_sq_probs[kept], of_classes.probs.square().sum(-1).log())
+    torch.testing.assert_close(scores.log_sum_sq_probs[kept], class_grads.probs.square().sum(-1).log())
     assert torch.equal(scores.predictions[kept], z[kept].argmax(-1))
     assert torch.equal(scores.correct[kept], z[kept].argmax(-1) == head.target[kept])
     assert all(

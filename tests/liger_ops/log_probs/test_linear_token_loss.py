@@ -45,8 +45,8 @@ def test_loss_and_gradients_are_as_accurate_as_plain_pytorch(
     truth = loss_and_gradients(linear_token_loss_reference, head.to(torch.float64), case.frozen)
     actual = loss_and_gradients(linear_token_loss, head, case.frozen, **chunk_of(5, head))
     # The sum over tokens whose logits are rounded, by chance not all in one direction.
-    of_logits = 2.0 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    assert_as_accurate("loss", actual[0], eager[0], truth[0], factor=4.0, magnitude=of_logits)
+    logit_loss = 2.0 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    assert_as_accurate("loss", actual[0], eager[0], truth[0], factor=4.0, magnitude=logit_loss)
     for number, values in enumerate(zip(actual[2], eager[2], truth[2], strict=True)):
         assert_as_accurate(f"gradient {number}", *values, factor=4.0, magnitude=4.0)
 
@@ -137,12 +137,12 @@ def test_chunk_of_ignored_tokens_alone_needs_no_gradient() -> None:
     hidden_states, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     target = torch.full((4,), -100)
 
-    def of_kept(scores: TokenScores, index: Tensor) -> Tensor:
+    def kept_loss(scores: TokenScores, index: Tensor) -> Tensor:
         losses, kept = torch.zeros(len(index)), target[index] != -100
         assert scores.log_probs is not None
         return losses.masked_scatter(kept, scores.log_probs[kept]) if kept.any() else losses
 
-    loss, _ = linear_token_loss(hidden_states, weight, target, of_kept)
+    loss, _ = linear_token_loss(hidden_states, weight, target, kept_loss)
     gradients = torch.autograd.grad(loss, (hidden_states, weight))
     assert loss == 0
     assert not any(gradient.any() for gradient in gradients)

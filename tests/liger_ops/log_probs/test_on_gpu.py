@@ -130,10 +130,10 @@ def test_one_sequence_of_64k_tokens_takes_a_chunk_and_the_gradients(kind: str) -
         loss = linear_log_probs(input, weight, target, chunk_bytes=chunk).log_probs.sum()
     loss.backward()
     peak = (torch.cuda.max_memory_allocated() - before) / MIB
-    of_input = num_tokens * hidden_size * 2 / MIB
+    input_grad = num_tokens * hidden_size * 2 / MIB
     # Over many chunks the head's gradient is summed in float32, and rounded to its dtype at the end.
-    of_head = 0 if kind == "frozen" else vocab_size * hidden_size * (4 + 2) / MIB
-    assert peak <= 512 + 2 * of_input + of_head + 64
+    head_grads = 0 if kind == "frozen" else vocab_size * hidden_size * (4 + 2) / MIB
+    assert peak <= 512 + 2 * input_grad + head_grads + 64
     assert input.grad is not None
     assert input.grad.isfinite().all()
 

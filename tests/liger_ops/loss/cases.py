@@ -80,10 +80,10 @@ def plain_stats(logits: Tensor, labels: Tensor, **options: Any) -> TokenStats:
     z = plain_transform(logits, options.get("softcap"), options.get("logit_scale", 1.0))
     is_largest = z == z.amax(-1, keepdim=True)
     predictions = torch.arange(z.shape[-1], device=z.device).where(is_largest, z.shape[-1]).amin(-1)
-    of_label = z.gather(-1, labels.where(kept, 0)[:, None])[:, 0]
+    label_logits = z.gather(-1, labels.where(kept, 0)[:, None])[:, 0]
     return TokenStats(
         losses=plain_cross_entropy(logits, labels, reduction="none", **options),
-        log_probs=(of_label - z.logsumexp(-1)).where(kept, 0.0),
+        log_probs=(label_logits - z.logsumexp(-1)).where(kept, 0.0),
         lse=z.logsumexp(-1).where(kept, 0.0),
         entropy=torch.special.entr(z.softmax(-1)).sum(-1).where(kept, 0.0),
         predictions=predictions.where(kept, ignore_index),

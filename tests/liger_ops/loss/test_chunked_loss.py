@@ -228,11 +228,11 @@ def test_all_but_a_few_columns_are_multiplied_in_aligned_sizes(
         loss = linear_cross_entropy(*leaves, labels, accumulate_dtype=torch.bfloat16, **chunks_of(8, leaves))
         torch.autograd.grad(loss, leaves)
     parts = (112, 11)
-    of_chunk = [
+    per_chunk = [
         *((8, HIDDEN, columns) for columns in parts),
         *((columns, 8, HIDDEN) for columns in parts),
         *((8, columns, HIDDEN) for columns in parts),
     ]
-    assert log.products == of_chunk * 2
+    assert log.products == per_chunk * 2
     for vocab_size in (7, 15, 64, 128):  # few or aligned columns are multiplied together
         assert chunked_loss._fast_parts(torch.empty(1), vocab_size) == [slice(0, vocab_size)]

@@ -98,9 +98,9 @@ def test_loss_stats_and_gradient_are_as_accurate_as_plain_pytorchs(draw: Any, de
         assert torch.equal(logits, before)
     assert gradients[0].dtype == draw.dtype
     # Probabilities less what labels and smoothing ask for, each rounded at its size in float32, times weights up to 3.
-    of_difference = 3 * grad.abs().max().item() * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
+    difference_scale = 3 * grad.abs().max().item() * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
     for gradient in gradients:
-        assert_as_accurate("gradient", gradient, eager[1], truth[1], magnitude=of_difference)
+        assert_as_accurate("gradient", gradient, eager[1], truth[1], magnitude=difference_scale)
     shares_rows = draw.layout == "one_row_for_all" and draw.num_tokens > 1
     if draw.inplace_backward and backend.use_triton(logits) and logits.stride(-1) == 1 and not shares_rows:
         assert gradients[0].data_ptr() == logits.data_ptr()
@@ -131,8 +131,8 @@ def test_weights_of_other_dtypes_and_layouts_and_of_ignored_tokens_give_the_same
     for dtype in (torch.bfloat16, torch.float64, torch.int64):
         others = {"weight": weight.double(), "token_weight": token_weight.to(dtype)}
         torch.testing.assert_close(loss_and_gradient(cross_entropy, logits, labels, **others), expected)
-    of_ignored = token_weight.where(labels >= 0, 100.0)
-    actual = loss_and_gradient(cross_entropy, logits, labels, weight=weight, token_weight=of_ignored)
+    ignored_rows = token_weight.where(labels >= 0, 100.0)
+    actual = loss_and_gradient(cross_entropy, logits, labels, weight=weight, token_weight=ignored_rows)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -315,10 +315,10 @@ def test_rows_past_two_to_the_31_elements_are_right(reduction: str, num_tokens: 
     upstream = torch.tensor(scale).expand(num_tokens if reduction == "none" else ())
     options = {"label_smoothing": 0.1}
     loss, gradient = loss_and_gradient(cross_entropy, logits, labels, upstream, reduction=reduction, **options)
-    of_row = torch.tensor(scale if reduction == "none" else scale / num_tokens, dtype=torch.float64).expand(3)
+    row_scale = torch.tensor(scale if reduction == "none" else scale / num_tokens, dtype=torch.float64).expand(3)
     eager, truth = (
         loss_and_gradient(
-            plain_cross_entropy, logits[rows].to(dtype), labels[rows], of_row, reduction="none", **options
+            plain_cross_entropy, logits[rows].to(dtype), labels[rows], row_scale, reduction="none", **options
         )
         for dtype in (torch.bfloat16, torch.float64)
     )

@@ -121,11 +121,11 @@ def test_loss_stats_and_gradients_are_as_accurate_as_plain_pytorchs(draw: Any, d
     assert_as_accurate("loss", actual[0], eager[0], truth[0], magnitude=magnitude)
     # Probabilities less 1, rounded at its size in float32, times the other factor of a product; then sums of few.
     factors = (max(1.0, *(tensor.abs().amax().item() for tensor in tensors)), run["upstream"].abs().amax().item(), 3.0)
-    of_difference = math.prod(factors) * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
+    difference_scale = math.prod(factors) * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
     for number, values in enumerate(zip(actual[1:], eager[1:], truth[1:], strict=True)):
         assert values[0].dtype == draw.dtype
         assert values[0].is_contiguous()
-        magnitude = max(4 * values[2].abs().amax().item(), of_difference)
+        magnitude = max(4 * values[2].abs().amax().item(), difference_scale)
         assert_as_accurate(f"gradient {number}", *values, magnitude=magnitude)
     if draw.hidden == 8 or not draw.is_padded:
         assert_stats_match_plain(found_stats[0], logits, labels, **options)
@@ -324,11 +324,11 @@ def test_input_gradients_of_many_tokens_add_up_as_accurately_as_eager_ones(vocab
         return loss_and_gradients(function, tensors, target, needed=needed)[1].double().sum(0)
 
     truth = summed(plain_linear_cross_entropy, torch.float64)
-    of_ours, of_eager = (
+    our_error, eager_error = (
         (summed(function, torch.bfloat16) - truth).norm() / truth.norm()
         for function in (linear_cross_entropy, plain_linear_cross_entropy)
     )
-    assert of_ours <= 1.5 * of_eager + 1e-3, (of_ours, of_eager)
+    assert our_error <= 1.5 * eager_error + 1e-3, (our_error, eager_error)
 
 
 @pytest.mark.gpu

@@ -130,12 +130,12 @@ def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, 
     index = torch.tensor([6, 0, 3, 2], device=device) if draw.is_indexed else torch.arange(7, device=device)
     grad_scale = torch.linspace(-1, 2, 7, device=device)
     logits = (offset + spread * torch.randn(len(index), draw.vocab_size)).to(device, draw.dtype)
-    of_rows = {name: x[index] if name == "token_weight" else x for name, x in drawn.items()}
+    row_options = {name: x[index] if name == "token_weight" else x for name, x in drawn.items()}
     rows_temperature = None if temperature is None else temperature[index]
     results = []
     for some in (logits, logits.double()):
         leaf = some.clone().requires_grad_()
-        found = plain(leaf, labels[index], token_options, rows_temperature, of_rows)
+        found = plain(leaf, labels[index], token_options, rows_temperature, row_options)
         found["gradient"] = torch.autograd.grad((found["losses"] * grad_scale[index]).sum(), leaf)[0]
         results.append(found)
     eager, truth = results
@@ -157,7 +157,7 @@ def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, 
         assert (output[untouched] == (1 if name == "correct" else 77)).all(), name
     exact = outputs["lse"].double() + outputs["lse_error"].double()
     if temperature is None and not token_options.softcap:  # whose own rounding is larger
-        # Sums and logarithms of normalisers are rounded at their size, not at that of lse.
+        # Sums and logarithms of normalizers are rounded at their size, not at that of lse.
         assert ((exact[index] - truth["lse"]).abs() <= 16 * torch.finfo(torch.float32).eps * (1 + spread / 16)).all()
     # Where a cap saturates, its derivative is a difference of numbers near 1. Division by a temperature rounds a logit
     # at its size in float32, which changes probabilities by as much.
@@ -239,7 +239,7 @@ def run(logits: Tensor, labels: Tensor, **options: Any) -> tuple[dict[str, Tenso
     return outputs, gradient
 
 
-# Neighbours of one thread, of two threads, the same place of two blocks, a border, the last and incomplete block.
+# Neighbors of one thread, of two threads, the same place of two blocks, a border, the last and incomplete block.
 @pytest.mark.parametrize("columns", [(3, 5), (7, 8), (37, 69), (12, 40), (40, 44), (31, 32), (97, 106), (0, 106)])
 def test_prediction_is_the_first_of_equal_logits(
     columns: tuple[int, int], loss_kernel: str, device: torch.device

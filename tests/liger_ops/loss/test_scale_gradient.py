@@ -26,7 +26,7 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 def rounded_product(gradient: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     product = gradient.float() * factor
     if dtype == torch.bfloat16 and backend.use_triton(gradient) and not gradient.is_cuda:
-        # Triton's interpreter rounds to bfloat16 towards zero.
+        # Triton's interpreter rounds to bfloat16 toward zero.
         product = (product.view(torch.int32) & -(2**16)).view(torch.float32)
     return product.to(dtype)
 

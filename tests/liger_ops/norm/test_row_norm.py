@@ -121,7 +121,7 @@ def test_no_less_accurate_than_plain_pytorch(draw: Any, triton_device: torch.dev
         return [*outputs, *torch.autograd.grad(ys, asked, gradients, allow_unused=True)]
 
     actual, eager, truth = run(fused, None), run(plain, None), run(plain, torch.float64)
-    # Triton's interpreter rounds to bfloat16 towards zero, which doubles the error that float32 results carry along.
+    # Triton's interpreter rounds to bfloat16 toward zero, which doubles the error that float32 results carry along.
     factor = 4.0 if torch.bfloat16 in (dtype, *dtypes) and torch.float32 in dtypes else 2.0
     for index, (ours, theirs, true) in enumerate(zip(actual, eager, truth, strict=True)):
         assert (ours is None) == (true is None), index
@@ -136,7 +136,7 @@ def test_no_less_accurate_than_plain_pytorch(draw: Any, triton_device: torch.dev
 def test_casting_says_where_values_are_rounded(
     triton_device: torch.device, casting: str, weight_dtype: torch.dtype, offset: float
 ) -> None:
-    # Not bfloat16, to which Triton's interpreter rounds towards zero.
+    # Not bfloat16, to which Triton's interpreter rounds toward zero.
     x = torch.randn(64, 128, device=triton_device).mul(3).half()
     weight = torch.randn(128, device=triton_device).to(weight_dtype)
     equal = {}

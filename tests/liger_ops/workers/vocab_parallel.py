@@ -64,8 +64,8 @@ def compute_losses(
     options = {name: each.to(x.device) if isinstance(each, Tensor) else each for name, each in options.items()}
     if ours is None:
         logits = F.linear(x, weight, bias) + (F.linear(*adapter) if adapter else 0.0)
-        of_tokens = {name: each for name, each in options.items() if name != "reduction"}
-        stats = plain_stats(logits, labels, **of_tokens)
+        per_token = {name: each for name, each in options.items() if name != "reduction"}
+        stats = plain_stats(logits, labels, **per_token)
         return [plain_cross_entropy(logits, labels, **options), *(each.detach() for each in stats[:num_stats])]
     ours = {**ours, "chunk_bytes": None, "options": SimpleNamespace(batch_chunk_size=rows)}
     loss, stats = linear_cross_entropy(
@@ -74,7 +74,7 @@ def compute_losses(
     return [loss, *stats[:num_stats]]
 
 
-def of_losses(
+def loss_run(
     dtype: torch.dtype = torch.float64,
     vocab_size: int = 123,
     weights: str = "",
@@ -110,11 +110,11 @@ def of_losses(
     return Run(tensors, compute, dtype != torch.float64, rows, sums_input_gradient)
 
 
-def of_random_losses(number: int) -> Run:
+def random_loss_run(number: int) -> Run:
     choose = random.Random(number).choice
     weights, reduction = choose(["", "class", "token", "class and token"]), choose(["none", "sum", "mean"])
     has_z_loss = "class" not in weights or reduction != "mean"
-    return of_losses(
+    return loss_run(
         choose([torch.float64, torch.float64, torch.float32]), choose([2, 50, 123]), weights, adapter=choose([0, 1]),
         rows=choose([4, 100]), reduction=reduction, ignore_index=choose([-100, -1, 0]), softcap=choose([None, 3.0]),
         label_smoothing=choose([0.0, 0.1, 1.0]), logit_scale=choose([1.0, 0.25]), z_loss_weight=0.01 * has_z_loss,
@@ -134,11 +134,11 @@ def compute_scores(head: Any, tensors: Tensors, ours: Any) -> list[Tensor]:
     functions = functions if ours is None else (linear_log_probs, linear_token_loss)
     token_loss = scores.make_loss(torch.linspace(-1, 1, head.target.numel(), dtype=torch.float64, device=device))
     found = scores.call(functions[0], tensors, head, **(ours or {}))
-    loss, of_loss = scores.call(functions[1], tensors, head, token_loss, **(ours or {}))
-    return [each for each in (*found, loss, *of_loss) if each is not None]
+    loss, loss_parts = scores.call(functions[1], tensors, head, token_loss, **(ours or {}))
+    return [each for each in (*found, loss, *loss_parts) if each is not None]
 
 
-def of_scores(
+def scores_run(
     case: Any, *, by_kernels: bool = False, vocab_size: int = 61, rows: int = scores.ROWS, special: str = ""
 ) -> Run:
     """``special`` is ``ignored`` for all labels, ``impossible`` for all classes of one rank."""
@@ -161,7 +161,7 @@ def compute_divergences(options: Any, tensors: Tensors, ours: Any) -> list[Tenso
     return [models.run(**options, **(ours or {}))]
 
 
-def of_divergences(
+def divergence_run(
     kind: str,
     beta: float = 0.5,
     *,
@@ -183,53 +183,53 @@ def of_divergences(
 ALL, SOME = scores.Case(scores.ALL), ("log_probs", "entropy", "log_sum_sq_probs", "correct")
 MASK = {"mask": make_tokens()["mask"]}
 MAKERS: dict[str, Callable[[], Run]] = {
-    **{f"random losses {number}": partial(of_random_losses, number) for number in range(24)},
+    **{f"random losses {number}": partial(random_loss_run, number) for number in range(24)},
     **{
-        f"losses, {special}, {dtype}": partial(of_losses, dtype, special=special, reduction="sum")
+        f"losses, {special}, {dtype}": partial(loss_run, dtype, special=special, reduction="sum")
         for special in ("ties", "ignored", "impossible")
         for dtype in (torch.float64, torch.float32)
     },
     **{
-        f"losses in {dtype}": partial(of_losses, dtype, weights="token", **EVERYTHING)
+        f"losses in {dtype}": partial(loss_run, dtype, weights="token", **EVERYTHING)
         for dtype in (torch.bfloat16, torch.float16)
     },
-    "many classes": partial(of_losses, torch.float32, 20003),
-    "losses, gradient in parts": partial(of_losses, sums_input_gradient=False),
-    **{f"scores, {case}": partial(of_scores, case) for case in scores.CASES},
+    "many classes": partial(loss_run, torch.float32, 20003),
+    "losses, gradient in parts": partial(loss_run, sums_input_gradient=False),
+    **{f"scores, {case}": partial(scores_run, case) for case in scores.CASES},
     **{
         f"scores by kernels, {frozen}": partial(
-            of_scores, scores.Case(scores.ALL, frozen, bias=True, adapter=True, temperature="tokens"), by_kernels=True
+            scores_run, scores.Case(scores.ALL, frozen, bias=True, adapter=True, temperature="tokens"), by_kernels=True
         )
         for frozen in (False, True)
     },
-    "scores, fewer classes than ranks": partial(of_scores, ALL, vocab_size=1),
-    "scores, one chunk": partial(of_scores, scores.Case(scores.ALL, softcap=2.0), rows=14),
+    "scores, fewer classes than ranks": partial(scores_run, ALL, vocab_size=1),
+    "scores, one chunk": partial(scores_run, scores.Case(scores.ALL, softcap=2.0), rows=14),
     **{
         f"scores, impossible, {by_kernels}": partial(
-            of_scores, scores.Case(SOME, bias=True), by_kernels=by_kernels, special="impossible"
+            scores_run, scores.Case(SOME, bias=True), by_kernels=by_kernels, special="impossible"
         )
         for by_kernels in (False, True)
     },
-    "scores, ignored": partial(of_scores, ALL, special="ignored"),
+    "scores, ignored": partial(scores_run, ALL, special="ignored"),
     **{
         f"{kind} {beta}": partial(
-            of_divergences, kind, beta, reduction=("mean", "sum", "none")[place % 3],
+            divergence_run, kind, beta, reduction=("mean", "sum", "none")[place % 3],
             **(divergences.EVERYTHING if place % 2 else {}), **(make_tokens() if place % 4 < 2 else {}),
         )
         for place, (kind, beta) in enumerate(divergences.KINDS)
         if 0 < beta < 1
     },
     **{
-        f"{kind} by kernels": partial(of_divergences, kind, 0.3, by_kernels=True, **MASK)
+        f"{kind} by kernels": partial(divergence_run, kind, 0.3, by_kernels=True, **MASK)
         for kind in dict(divergences.KINDS)
     },
-    "divergence, fewer classes than ranks": partial(of_divergences, "jsd", classes=1),
-    "divergence by kernels, fewer classes than ranks": partial(of_divergences, "mixed", by_kernels=True, classes=1),
-    "jsd, impossible": partial(of_divergences, "jsd", excluded=19),
-    "mixed, impossible": partial(of_divergences, "mixed", excluded=19),
-    "forward_kl by kernels, impossible": partial(of_divergences, "forward_kl", by_kernels=True, excluded=19),
-    "divergence, frozen": partial(of_divergences, "skew_kl", trained=("x", "adapter_x"), reduction="none"),
-    "divergence, ignored": partial(of_divergences, "mixed", mask=torch.zeros(11, dtype=torch.bool)),
+    "divergence, fewer classes than ranks": partial(divergence_run, "jsd", classes=1),
+    "divergence by kernels, fewer classes than ranks": partial(divergence_run, "mixed", by_kernels=True, classes=1),
+    "jsd, impossible": partial(divergence_run, "jsd", excluded=19),
+    "mixed, impossible": partial(divergence_run, "mixed", excluded=19),
+    "forward_kl by kernels, impossible": partial(divergence_run, "forward_kl", by_kernels=True, excluded=19),
+    "divergence, frozen": partial(divergence_run, "skew_kl", trained=("x", "adapter_x"), reduction="none"),
+    "divergence, ignored": partial(divergence_run, "mixed", mask=torch.zeros(11, dtype=torch.bool)),
 }  # fmt: skip
 
 

@@ -23,9 +23,9 @@ def test_tables_fit_narrow_screens(small_gpu):  # noqa: F811
             assert words in text
         assert "2 GPUs, FSDP" in text
         assert "lightning-liger, plan of memory_budget=auto" in text
-    of_gpu = found.as_dict()["gpu"]
-    assert set(of_gpu) == {"name", "memory_bytes", "limit_bytes", "fits"}
-    assert set(of_gpu["fits"][0]) == {"implementation", "activations", "longest_seq_len", "largest_batch_size"}
+    gpu = found.as_dict()["gpu"]
+    assert set(gpu) == {"name", "memory_bytes", "limit_bytes", "fits"}
+    assert set(gpu["fits"][0]) == {"implementation", "activations", "longest_seq_len", "largest_batch_size"}
 
 
 def test_a_budget_that_no_plan_keeps_is_said(small_gpu, monkeypatch, capsys):  # noqa: F811

@@ -1,4 +1,4 @@
-"""The JSON schema accepts every shipped yaml, and no misspelt key at any depth."""
+"""The JSON schema accepts every shipped yaml, and no misspelled key at any depth."""
 
 import copy
 import json

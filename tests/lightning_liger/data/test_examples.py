@@ -70,8 +70,8 @@ def test_model_computes_the_same_for_padded_and_packed_pairs(make):
         expected = model(input_ids=one["input_ids"], attention_mask=one["attention_mask"]).logits
         found = model(**{key: two[key] for key in keys}, use_cache=False).logits
     assert two["completion_mask"].sum() == one["completion_mask"].sum() > 0
-    of_pairs = two["sequence_ids"] >= 0
-    torch.testing.assert_close(found[of_pairs], expected[one["attention_mask"] == 1], rtol=1e-4, atol=1e-4)
+    is_pair = two["sequence_ids"] >= 0
+    torch.testing.assert_close(found[is_pair], expected[one["attention_mask"] == 1], rtol=1e-4, atol=1e-4)
 
 
 def test_shipped_files_are_those_that_the_script_writes(tmp_path):

@@ -169,10 +169,10 @@ def test_cache_is_keyed_by_all_that_changes_the_tokens(tmp_path):
     corpus = write_corpus(tmp_path)
     shared = [{"seed": 1}, {"validation_fraction": 0.5}, {"validation_path": corpus}, {"tokenizer": None}]
     shared += [{"tokenizer": None, "vocab_size": 300}]
-    of_records = [{"chat_template": template}, {"chat_template_kwargs": {"a": 1}}, {"max_records": 40}]
+    record_changes = [{"chat_template": template}, {"chat_template_kwargs": {"a": 1}}, {"max_records": 40}]
     own = {
         TextDataModule: [{"max_documents": 50}, {"text_field": "t"}, {"block_size": 8}],
-        PreferenceDataModule: [*of_records, {"columns": {"chosen": "rejected", "rejected": "chosen"}}],
+        PreferenceDataModule: [*record_changes, {"columns": {"chosen": "rejected", "rejected": "chosen"}}],
         UnpairedFeedbackDataModule: [],
         PromptCompletionDataModule: [{"completion_only": False}, {"teacher_tokenizer": TOKENIZER}],
         ConversationDataModule: [{"train_on": "all"}],

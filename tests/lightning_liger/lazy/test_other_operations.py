@@ -105,7 +105,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "per_sample": lambda head, x: torch.vmap(torch.func.grad(partial(sum_of_squares, head)))(x),
     "hessian": lambda head, x: torch.func.hessian(partial(sum_of_squares, head))(x),
     "loss": lambda head, x: torch.func.grad(lambda x: token_loss(head(x)))(x),
-    "of_logits": lambda head, x: torch.func.grad(token_loss)(head(x)),
+    "logit_loss": lambda head, x: torch.func.grad(token_loss)(head(x)),
 }
 
 

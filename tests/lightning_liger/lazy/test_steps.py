@@ -100,7 +100,7 @@ class Model(L.LightningModule):
         self.embedding = nn.Embedding(50, 16)
         self.lm_head = nn.Linear(16, 50, bias=False)
         self.want: list[Tensor] = []
-        self.of_validation: list[Tensor] = []
+        self.validation: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         hidden_states = self.embedding(batch)
@@ -118,12 +118,12 @@ class Model(L.LightningModule):
             self.num_compared += 1
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.of_validation.append(self.lm_head(self.embedding(batch)))
+        self.validation.append(self.lm_head(self.embedding(batch)))
         self.want.append(F.linear(self.embedding(batch), self.lm_head.weight))
 
     def on_validation_epoch_end(self) -> None:
         self.lm_head.weight.data.mul_(2)  # as an average of weights is exchanged for them
-        torch.testing.assert_close(self.of_validation[-1], self.want[-1])
+        torch.testing.assert_close(self.validation[-1], self.want[-1])
         self.lm_head.weight.data.div_(2)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -146,7 +146,7 @@ def test_hook_after_the_step_gets_the_logits_of_the_step(kept: str) -> None:
 def test_logits_kept_from_validation_keep_their_values() -> None:
     model = Model()
     fitted(model, validate=True)
-    assert len(model.of_validation) >= 2
+    assert len(model.validation) >= 2
 
 
 def test_nothing_is_materialized_in_a_step_that_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:

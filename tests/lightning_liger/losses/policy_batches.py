@@ -25,7 +25,7 @@ def options_for(loss_type: str, **changes: Any) -> PolicyOptions:
 
 
 def padded_batch(
-    *, of_tokens: bool = False, old: bool = True, ref: bool = False, sampled: bool = False, seed: int = 0,
+    *, per_token: bool = False, old: bool = True, ref: bool = False, sampled: bool = False, seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, PolicyBatch]:  # fmt: skip
     """Log-probabilities, entropies and the rest of six completions, one empty, one of a token; NaN where padded."""
@@ -42,7 +42,7 @@ def padded_batch(
     own, entropies, *others = (torch.where(mask, value, torch.nan).to(dtype) for value in values)
     columns = (column if is_there else None for column, is_there in zip(others, (old, ref, sampled), strict=True))
     advantages = draw().to(dtype)
-    return own, entropies, PolicyBatch(Completions(mask), advantages if of_tokens else advantages[:, 0], *columns)
+    return own, entropies, PolicyBatch(Completions(mask), advantages if per_token else advantages[:, 0], *columns)
 
 
 def packed(values: Tensor, mask: Tensor, row_length: int = 13) -> Tensor:
@@ -58,9 +58,9 @@ def packed_batch(log_probs: Tensor, entropies: Tensor, batch: PolicyBatch) -> tu
     ids = packed(torch.arange(len(mask))[:, None].expand_as(mask), mask)
     is_scored = (torch.arange(ids.numel()) < mask.sum()).view_as(ids)
     completions = Completions(is_scored, ids.masked_fill(~is_scored, -1), len(mask))
-    of_tokens = batch.advantages.ndim == 2
+    per_token = batch.advantages.ndim == 2
     others = (None if value is None else packed(value, mask) for value in batch[2:])
-    advantages = packed(batch.advantages, mask) if of_tokens else batch.advantages
+    advantages = packed(batch.advantages, mask) if per_token else batch.advantages
     return packed(log_probs, mask), packed(entropies, mask), PolicyBatch(completions, advantages, *others)
 
 

@@ -49,7 +49,7 @@ def programs(draw: st.DrawFn, loss_type: str) -> tuple[PolicyOptions, dict[str, 
     changes |= dict(zip(names, bounds, strict=True))
     if loss_type == "rloo":
         return options_for(loss_type, **changes), kinds
-    kinds |= {"ref": draw(flag), "of_tokens": draw(flag)}
+    kinds |= {"ref": draw(flag), "per_token": draw(flag)}
     changes |= {"beta": 0.3 if kinds["ref"] else 0.0, "use_bias_correction_kl": draw(flag)}
     changes["off_policy_mask_threshold"] = draw(st.sampled_from((None, 0.02, 0.05)))
     if loss_type != "vespo":

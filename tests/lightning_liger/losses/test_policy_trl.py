@@ -80,13 +80,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("luspo", {"beta": 0.2, "importance_sampling_level": "sequence"}, {"ref": True}),
     ("dapo", {"beta": 0.2, "delta": 1.2}, {"ref": True}),
     ("dapo", {"beta": 0.2, "use_bias_correction_kl": False}, {"ref": True}),
-    ("sapo", {"importance_sampling_level": "sequence"}, {"of_tokens": True}),
+    ("sapo", {"importance_sampling_level": "sequence"}, {"per_token": True}),
     ("grpo", {"off_policy_mask_threshold": 0.05, "top_entropy_quantile": 0.6}, {"sampled": True}),
     ("dapo", {"entropy_coef": 0.3, "top_entropy_quantile": 0.5}, {}),
     ("dapo", {}, {"sampled": True}),
     ("vespo", {}, {"sampled": True}),
     ("cispo", {"vllm_importance_sampling_mode": "token_mask", "beta": 0.1}, {"sampled": True, "ref": True}),
-    ("grpo", {}, {"of_tokens": True}),
+    ("grpo", {}, {"per_token": True}),
 ]
 
 

@@ -101,13 +101,13 @@ def test_cpo_and_orpo() -> None:
 def test_kto() -> None:
     trainer = pytest.importorskip("trl.trainer.kto_trainer", exc_type=ImportError).KTOTrainer
     (inputs, outputs, _), labels = batch(2), torch.arange(2 * B) % 3 == 0
-    reference, mismatched, of_mismatched = -torch.rand(3, 2 * B) * 10
-    inputs |= {"label": labels, "ref_logps": reference, "ref_KL_logps": of_mismatched}
+    reference, mismatched, mismatched_ref = -torch.rand(3, 2 * B) * 10
+    inputs |= {"label": labels, "ref_logps": reference, "ref_KL_logps": mismatched_ref}
     for kind in ("kto", "apo_zero_unpaired"):
         options = kto.KTOOptions(kind, 0.3, 1.3, 0.6)
         settings = {"calculate_KL": kind == "kto", "_compute_kl_logps": lambda *_: mismatched}
         want, metrics = trl_loss(trainer, options, inputs, outputs, **settings)
-        kl = kto.kl_estimate((mismatched - of_mismatched).sum(), 2 * B)
+        kl = kto.kl_estimate((mismatched - mismatched_ref).sum(), 2 * B)
         losses, rewards = kto.kto_loss(sequence_sums(outputs.log_probs), reference, labels, options, baseline=kl)
         torch.testing.assert_close(losses.mean(), want)
         assert metrics["rewards/chosen"] == [pytest.approx(float(rewards[labels].mean()), rel=1e-5)]

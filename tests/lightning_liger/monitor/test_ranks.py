@@ -24,8 +24,8 @@ def test_counts_are_exact_over_ranks_and_accumulated_batches(found, name):
         assert (results["steps"], results["tokens"], results["rows"]) == (2, sum(rows), len(rows))
         assert results["ignored_share"] == len(rows) / sum(rows)
         assert sum(run["lengths"]) == len(rows)
-        of_steps = (12, 30) if is_shared else (32, 56)
-        assert [point["tokens"] for point in run["points"]] == list(of_steps)
+        step_tokens = (12, 30) if is_shared else (32, 56)
+        assert [point["tokens"] for point in run["points"]] == list(step_tokens)
         assert run["traced"] == flops
         assert run["flops"] == pytest.approx(flops.of(sum(rows), [(length, 1) for length in rows]))
         assert results["tokens_per_second"] == pytest.approx(2 * results["tokens_per_second_per_device"])

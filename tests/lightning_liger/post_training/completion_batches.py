@@ -20,7 +20,7 @@ COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_log
 
 
 def sequences(
-    number: int, *, of_tokens: bool = False, columns: tuple[str, ...] = COLUMNS, seed: int = 0
+    number: int, *, per_token: bool = False, columns: tuple[str, ...] = COLUMNS, seed: int = 0
 ) -> list[Batch]:
     """Single sequences of a batch, each with its values."""
     random = torch.Generator().manual_seed(seed)
@@ -28,7 +28,7 @@ def sequences(
     for prompt, length in zip(PROMPTS[:number], COMPLETIONS[:number], strict=True):
         prompt_ids = torch.randint(3, 131, (prompt,), generator=random)
         completion_ids = torch.randint(3, 131, (length,), generator=random)
-        advantages = torch.randn(length if of_tokens else (), generator=random)
+        advantages = torch.randn(length if per_token else (), generator=random)
         values = {key: -torch.rand(length, generator=random) * 2 - 4 for key in COLUMNS}
         mask = (torch.arange(length) != 2).long()  # a tool's token
         example = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "advantages": advantages}

@@ -80,8 +80,8 @@ def expected_losses() -> dict[str, tuple[dict[str, Any], Any]]:
 
     def sampled(module: Student, batch: dict[str, Tensor]) -> Tensor:
         student, teacher, labels = whole(module, batch)
-        of_student, of_teacher = (each.gather(-1, labels[:, None])[:, 0] for each in (student, teacher))
-        return (of_student - of_teacher).detach() * of_student
+        student_log_probs, teacher_log_probs = (each.gather(-1, labels[:, None])[:, 0] for each in (student, teacher))
+        return (student_log_probs - teacher_log_probs).detach() * student_log_probs
 
     def uld(module: Student, batch: dict[str, Tensor]) -> Tensor:
         student, teacher, _ = whole(module, batch, 1.3)
@@ -179,7 +179,7 @@ def test_metrics_and_all_masked_batches() -> None:
 
 
 def test_teacher_with_another_vocabulary() -> None:
-    """Rows in both tokenizations: the i-th labelled token of one is compared with the i-th of the other."""
+    """Rows in both tokenizations: the i-th labeled token of one is compared with the i-th of the other."""
     module = patched(Student(tiny_teacher(vocab_size=97), distillation_mode="uld"))
     batch = tiny_batch(2, 9, 3)
     other = {f"teacher_{name}": value % 97 for name, value in tiny_batch(2, 7, 2, seed=5).items()}
@@ -203,14 +203,15 @@ def test_values_of_the_policy_that_sampled() -> None:
     batch = tiny_batch(2, 7, 0)
     module = patched(Alone(distillation_mode="sampled_token", distillation_is_clip=1.5))
     student, teacher, labels = whole(module, batch)
-    of_student, of_teacher = (each.gather(-1, labels[:, None])[:, 0].view(2, 6) for each in (student, teacher))
+    chosen = [each.gather(-1, labels[:, None])[:, 0].view(2, 6) for each in (student, teacher)]
+    student_log_probs, teacher_log_probs = chosen
     age = torch.linspace(-1, 1, 12).view(2, 6)
     columns = {
-        "old_per_token_logps": F.pad(of_student.detach() - age, (1, 0)),
-        "teacher_per_token_logps": F.pad(of_teacher, (1, 0)),
+        "old_per_token_logps": F.pad(student_log_probs.detach() - age, (1, 0)),
+        "teacher_per_token_logps": F.pad(teacher_log_probs, (1, 0)),
     }
     result = module.step_loss("train", {**batch, **columns})
-    expected = (of_student - of_teacher) * of_student * age.exp().clamp(max=1.5)
+    expected = (student_log_probs - teacher_log_probs) * student_log_probs * age.exp().clamp(max=1.5)
     torch.testing.assert_close(result.terms[0].total, expected.sum().detach(), check_dtype=False, rtol=1e-4, atol=1e-4)
 
 

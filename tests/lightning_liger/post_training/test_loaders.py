@@ -45,7 +45,7 @@ def questions(seed: int) -> Batch:
     return padded(sequences(3, seed=seed)) | counts | {"is_answer": answers}
 
 
-def labelled(seed: int) -> Batch:
+def labeled(seed: int) -> Batch:
     pairs = padded(sequences(3, seed=seed)) | padded(sequences(3, seed=seed + 10), prefix="KL_")
     return pairs | {"label": torch.tensor([seed % 2, 1 - seed % 2, 1]).bool()}
 
@@ -61,7 +61,7 @@ MODULES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int], Batch]
     "causal_lm": (lambda: LigerCausalLM(config=TINY_CONFIG), text),
     "multiple_choice": (lambda: LigerMultipleChoice(config=TINY_CONFIG), questions),
     "dpo": (lambda: Preference(DPOOptions()), lambda seed: padded(sequences(2 + 2 * (seed % 2), seed=seed))),
-    "kto": (lambda: Preference(KTOOptions()), labelled),
+    "kto": (lambda: Preference(KTOOptions()), labeled),
     "grpo": (lambda: Policy(PolicyOptions(beta=0.1)), lambda seed: apart(completions(3 + seed % 3, seed=seed))),
     "distillation": (lambda: Student(crossentropy_weight=0.5), text),
     "medusa": (lambda: Medusa(tiny_llama()), text),

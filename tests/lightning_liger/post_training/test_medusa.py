@@ -172,7 +172,7 @@ def test_heads_start_as_the_lm_head_and_are_saved_under_medusas_names(tmp_path: 
 
 
 @pytest.mark.parametrize("source", ["adapters", "copy"])
-def test_self_distillation_is_towards_the_original_model(source: str) -> None:
+def test_self_distillation_is_toward_the_original_model(source: str) -> None:
     original, batch = tiny_llama(), tiny_batch()
     with torch.no_grad():
         p = original(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
@@ -208,8 +208,8 @@ def test_finished_module_trains_heads_at_their_own_rate(only_heads: bool, tmp_pa
     )
     trainer = fit(module, [tiny_batch()] * 2)
     groups = trainer.optimizers[0].param_groups
-    of_heads = {id(each) for each in module.medusa_heads.parameters()}
-    rates = {group["initial_lr"]: {id(each) in of_heads for each in group["params"]} for group in groups}
+    head_ids = {id(each) for each in module.medusa_heads.parameters()}
+    rates = {group["initial_lr"]: {id(each) in head_ids for each in group["params"]} for group in groups}
     assert rates == ({0.04: {True}} if only_heads else {0.04: {True}, 0.01: {False}})
     assert {group["initial_lr"]: group["lr"] for group in groups}[0.04] == pytest.approx(0.04 * 3 / 4)
     trainer.save_checkpoint(tmp_path / "a.ckpt")

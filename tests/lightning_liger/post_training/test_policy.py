@@ -37,8 +37,8 @@ CASES = {
 @pytest.mark.parametrize("loss_type", CASES)
 def test_training_equals_a_loop_on_a_stock_model_however_a_step_is_split(loss_type: str) -> None:
     options = PolicyOptions(loss_type=loss_type, **CASES[loss_type])  # type: ignore[arg-type]
-    of_tokens = loss_type == "sapo"
-    examples = sequences(6, of_tokens=of_tokens)
+    per_token = loss_type == "sapo"
+    examples = sequences(6, per_token=per_token)
     expected, losses = expected_model([examples, examples], options)
     # The second of the uneven micro-batches has no tokens at all.
     splits = {"whole": [examples], "uneven": [examples[:3], examples[3:4], examples[4:]]}
@@ -146,8 +146,8 @@ def test_top_entropy_and_off_policy_masks_train_the_tokens_that_they_keep() -> N
     kept = mask & (entropies >= torch.quantile(entropies[mask], 0.5))
     old = pad([example["old_per_token_logps"] for example in examples]).double()
     advantages = torch.stack([example["advantages"] for example in examples]).double()
-    of_row = torch.where(mask, old - log_probs.detach(), 0).sum(1) / mask.sum(1).clamp(min=1)
-    near = (advantages >= 0) | (of_row <= -0.3)
+    row_mean = torch.where(mask, old - log_probs.detach(), 0).sum(1) / mask.sum(1).clamp(min=1)
+    near = (advantages >= 0) | (row_mean <= -0.3)
     assert 0 < (~near).sum() < 6
     kept &= near[:, None]
     ratio = (log_probs - old).exp()

@@ -182,7 +182,7 @@ def test_kto_weights_classes_and_subtracts_the_divergence_of_mismatched_pairs() 
     assert [logged[f"train_{name}"] for name in names] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_labelled_losses_without_mismatched_pairs() -> None:
+def test_labeled_losses_without_mismatched_pairs() -> None:
     items, labels = sequences(3, seed=2), torch.ones(3, dtype=torch.bool)
     for loss_type in ("apo_zero_unpaired", "bco"):
         module = Module(KTOOptions(loss_type, beta=BETA))

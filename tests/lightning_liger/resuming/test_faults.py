@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.lightning_liger.resuming.test_rank_state import TOLERANCE, assert_goes_on
-from tests.lightning_liger.resuming.workers.faults import FAULT_AT, FAULTS, SIGTERMS, WAYS, Signalled
+from tests.lightning_liger.resuming.workers.faults import FAULT_AT, FAULTS, SIGTERMS, WAYS, Signaled
 from tests.lightning_liger.resuming.workers.resume import NUM_BATCHES, Run, fit, num_left
 from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, ROOT, launch, python_path
 
 WORKER = "tests.lightning_liger.resuming.workers.faults"
 SECONDS = 200
-SIGNALLED = ("batch", FAULT_AT[0], FAULT_AT[1] + 1)
+SIGNALED = ("batch", FAULT_AT[0], FAULT_AT[1] + 1)
 """Where several ranks stop of which one got SIGTERM: after the next batch, in the middle of a step."""
 SAVED = ("batch", 0, NUM_BATCHES - 1)
 """The last checkpoint before the fault: after the fourth optimizer step, the last of the first epoch."""
@@ -35,14 +35,14 @@ SAVED = ("batch", 0, NUM_BATCHES - 1)
 def test_sigterm_saves_and_the_exit_code_tells(tmp_path):
     uninterrupted = fit(tmp_path, strategy="liger")
     saves = ModelCheckpoint(dirpath=tmp_path, filename="sigterm", save_on_exception=True)
-    callbacks = [saves, Signalled(signal.SIGTERM, [0], at=SIGNALLED[1:])]
+    callbacks = [saves, Signaled(signal.SIGTERM, [0], at=SIGNALED[1:])]
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SIGTERMException) as error:
         fit(tmp_path, strategy="liger", callbacks=callbacks, enable_checkpointing=True)
     assert error.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == handler
     run = fit(tmp_path, strategy="liger", seed=90, ckpt_path=tmp_path / "sigterm.ckpt")
-    assert_goes_on(run, uninterrupted, num_left(SIGNALLED))
+    assert_goes_on(run, uninterrupted, num_left(SIGNALED))
 
 
 # Several processes
@@ -115,7 +115,7 @@ def test_sigterm_to_any_rank_ends_all_at_the_same_batch_and_training_goes_on(ran
         run = result[way][f"sigterm-{to}"]
         assert (run["error"], run["exit_code"]) == (SIGTERMException, 128 + signal.SIGTERM)
         uninterrupted = Run(**result[way]["uninterrupted"])
-        assert_goes_on(Run(**run["resumed"]), uninterrupted, num_left(SIGNALLED), TOLERANCE[device])
+        assert_goes_on(Run(**run["resumed"]), uninterrupted, num_left(SIGNALED), TOLERANCE[device])
 
 
 @pytest.mark.parametrize("way", WAYS)

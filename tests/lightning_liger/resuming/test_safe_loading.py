@@ -147,11 +147,11 @@ def meta_file(folder: Path, marker: Path) -> Path:
     return folder
 
 
-def of_deepspeed(folder: Path, marker: Path) -> Path:
+def deepspeed_file(folder: Path, marker: Path) -> Path:
     return write_deepspeed(folder, {}, {"state": Payload(marker)})
 
 
-@pytest.mark.parametrize("write", [one_file, meta_file, of_deepspeed, deepspeed_link])
+@pytest.mark.parametrize("write", [one_file, meta_file, deepspeed_file, deepspeed_link])
 def test_files_are_refused_with_the_function_that_they_name(tmp_path, marker, write):
     path = write(tmp_path / "evil", marker)
     for load in (check_checkpoint, AtomicCheckpointIO().load_checkpoint)[: 2 if path.is_file() else 1]:

@@ -78,13 +78,13 @@ CONFIGS: dict[int, dict[str, Any]] = {
 PRECISIONS = {2: ("bf16-mixed", "16-mixed"), 3: ("bf16-mixed", "bf16-true")}
 
 
-def of_two_epochs(rank: int, num_batches: int) -> list[Batch]:
+def two_epoch_batches(rank: int, num_batches: int) -> list[Batch]:
     return 2 * make_batches(rank, num_batches // 2)
 
 
 UNEVEN = {"make": make_uneven_batches, "num_micro_batches": 2}
 TIED = {"model": partial(build_model, tied=True)}
-MEAN_OF_RANKS = {"of_tokens": False}
+MEAN_OF_RANKS = {"per_token": False}
 WAYS: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": TIED,
@@ -96,8 +96,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fabric-labels": MEAN_OF_RANKS,
     "fabric-logits": {**TIED, **MEAN_OF_RANKS},
     "fabric-scores": MEAN_OF_RANKS,
-    "unfinished": {"make": of_two_epochs, "num_micro_batches": 2},
-    "two-epochs": {"make": of_two_epochs},
+    "unfinished": {"make": two_epoch_batches, "num_micro_batches": 2},
+    "two-epochs": {"make": two_epoch_batches},
     "partitioned-untied": {},
     "partitioned-tied": TIED,
     "own-step": MEAN_OF_RANKS,
@@ -290,8 +290,8 @@ def results(run: dict[str, Any]) -> dict[Any, Any]:
 
 # What is checked of them
 
-of_both = pytest.mark.parametrize("strategy", [LigerDeepSpeedStrategy, FabricLigerDeepSpeedStrategy])
-of_each_stage = pytest.mark.parametrize("stage", STAGES)
+both_strategies = pytest.mark.parametrize("strategy", [LigerDeepSpeedStrategy, FabricLigerDeepSpeedStrategy])
+each_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 # Two processes
@@ -336,7 +336,7 @@ def test_two_ranks_train_as_one_process_with_the_stock_model(launched, stage, wa
             torch.testing.assert_close(run["loaded"], run["whole"], rtol=0.0, atol=0.0)
 
 
-@of_each_stage
+@each_stage
 @pytest.mark.parametrize("way", ["fabric-labels", "fabric-logits"])
 def test_heads_gradient_is_the_mean_over_ranks(launched, stage, way):
     device, _, results = launched
@@ -350,7 +350,7 @@ def test_heads_gradient_is_the_mean_over_ranks(launched, stage, way):
         torch.testing.assert_close(found, model.lm_head.weight.grad.cpu(), rtol=TOLERANCE[device], atol=1e-6)
 
 
-@of_each_stage
+@each_stage
 def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(launched, stage):
     for result in launched[2]:
         lazy = dict.fromkeys(("train", "val", "test"), LazyLogits)
@@ -358,7 +358,7 @@ def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict(launche
         assert result[stage]["stages"]["logit_counts"] == (6, 0)
 
 
-@of_each_stage
+@each_stage
 def test_lower_precisions_train_fused(launched, stage):
     device, _, results = launched
     precisions = results[0][stage]["precisions"]
@@ -372,7 +372,7 @@ def test_lower_precisions_train_fused(launched, stage):
             assert run["buffer_dtypes"] == {torch.float32}  # the rotary embedding's
 
 
-@of_each_stage
+@each_stage
 def test_checkpoint_resumes(launched, stage):
     device, _, results = launched
     both = reference_of("two-epochs", device, 4)
@@ -383,7 +383,7 @@ def test_checkpoint_resumes(launched, stage):
         assert_same_parameters(result[stage]["second-epoch"]["whole"], both.parameters, 10 * TOLERANCE[device])
 
 
-@of_each_stage
+@each_stage
 def test_checkpoint_becomes_one_file_that_the_stock_model_loads(launched, tmp_path, stage):
     _, folder, results = launched
     convert_zero_checkpoint_to_fp32_state_dict(folder / f"stage-{stage}.ckpt", tmp_path / "whole.ckpt")
@@ -417,14 +417,14 @@ def test_transformers_loads_a_checkpoint_into_partitioned_parameters(launched):
 # One process
 
 
-@of_both
+@both_strategies
 def test_strategy_names_the_extra_where_deepspeed_is_not_installed(monkeypatch, strategy):
     monkeypatch.setattr(tested, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-liger\[deepspeed\]'"):
         strategy()
 
 
-@of_both
+@both_strategies
 def test_device_that_deepspeed_does_not_run_on_is_refused(monkeypatch, strategy):
     from deepspeed.accelerator import get_accelerator
 
@@ -434,7 +434,7 @@ def test_device_that_deepspeed_does_not_run_on_is_refused(monkeypatch, strategy)
         made.setup_environment()
 
 
-@of_both
+@both_strategies
 def test_users_config_is_kept_and_not_written_to(strategy):
     config = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}
     made = strategy(config=config).config

@@ -236,7 +236,7 @@ def reference_of(name: str, device: str) -> Reference:
         CHANGES[run.change](),
         [make(rank, NUM_BATCHES) for rank in range(NUM_RANKS)],
         device,
-        of_tokens=not run.is_plain,
+        per_token=not run.is_plain,
         num_micro_batches=1 if run.is_plain else NUM_MICRO_BATCHES,
         max_norm=MAX_NORM,
         change=(lambda loss: loss) if run.is_plain else regularized,
@@ -344,7 +344,7 @@ def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_train_as_one_process_with_the_stock_model(ranks, name):
     expected, run = reference_of(name, ranks.device), RUNS[name]
-    # What wrong gradients could not pass: the model learnt, from other batches on each rank, one without any label.
+    # What wrong gradients could not pass: the model learned, from other batches on each rank, one without any label.
     assert run.is_plain or expected.losses[1][0] == 0.0
     assert min(expected.norms) > MAX_NORM
     found = ranks.of(name)

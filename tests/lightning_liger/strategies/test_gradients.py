@@ -184,12 +184,12 @@ DTYPES = ("parameter_dtypes", "gradient_dtypes", "state_dtypes", "loss_dtypes")
 
 
 @functools.cache
-def reference_of(device, clipping, of_tokens=True, skips=False, first=0):
+def reference_of(device, clipping, per_token=True, skips=False, first=0):
     """One process in float32 with the stock model and the batches of all ranks, or those from the first on."""
     batches = [make_batches(rank, NUM_BATCHES) for rank in range(first, 2 if first else NUM_RANKS)]
     for own in batches if skips else ():
         del own[BROKEN_BATCH]
-    return reference_training(build_model(), batches, device, of_tokens=of_tokens, **LIMITS[clipping])
+    return reference_training(build_model(), batches, device, per_token=per_token, **LIMITS[clipping])
 
 
 # Clipping, and gradients that are not finite
@@ -197,7 +197,7 @@ def reference_of(device, clipping, of_tokens=True, skips=False, first=0):
 
 @pytest.mark.parametrize("way", ["flat", "roots", "value"])
 def test_ranks_with_fabric_clip_as_one_process(ranks, way):
-    reference = reference_of(ranks.device, "value" if way == "value" else "norm", of_tokens=False)
+    reference = reference_of(ranks.device, "value" if way == "value" else "norm", per_token=False)
     assert_trained_as(reference, ranks.of(way), ranks.device)
 
 

@@ -167,7 +167,7 @@ def results(run: dict[str, Any]) -> dict[str, Any]:
         found[name] = fit(run, strategy, module, make_batches(run["rank"])[:num_batches], **options)
         found[name]["initial"] = module.initial
 
-    for engine, (sharded, of_fabric) in ENGINES.items():
+    for engine, (sharded, fabric_strategy) in ENGINES.items():
         for head, tied in HEADS.items():
             train(f"{engine}-{head}", OnMeta(folder / head, tied), engine, NUM_STEPS)
             train(f"{engine}-random-{head}", OnMeta(None, tied), engine, 1, save_as=f"{engine}-{head}.ckpt")
@@ -179,7 +179,7 @@ def results(run: dict[str, Any]) -> dict[str, Any]:
         train(f"{engine}-second-epoch", OnMeta(None, True), sharded(), NUM_EPOCH_STEPS, **resumed)
         for how in ("whole", "pretrained", "random"):
             # Without kernels: what verifying them takes would be more than these small layers.
-            found[f"{engine}-fabric-{how}"] = _fabric(run, of_fabric(kernels="none"), how)
+            found[f"{engine}-fabric-{how}"] = _fabric(run, fabric_strategy(kernels="none"), how)
     found["tensor-parallel"] = _fabric(run, FabricLigerModelParallelStrategy(tensor_parallel_size=2), "pretrained")
     train("by-its-user", ShardedOnMeta(folder / "untied"), "liger_model_parallel", NUM_STEPS)
     return found

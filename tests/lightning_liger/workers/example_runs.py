@@ -147,8 +147,8 @@ def _run_rank(device: str, folder: Path) -> None:
     torch.set_num_threads(1)
     on_cpu = ["--trainer.accelerator=cpu"] if device == "cpu" else []
     examples = {"deepspeed": OF_DEEPSPEED, "nodes": ON_TWO_NODES}.get(folder.name, OF_SEVERAL_PROCESSES)
-    of_node = [f"--trainer.devices={os.environ['LOCAL_WORLD_SIZE']}"] if folder.name == "nodes" else []
-    results = {example: run(example, folder, *on_cpu, *of_node) for example in examples}
+    node_arguments = [f"--trainer.devices={os.environ['LOCAL_WORLD_SIZE']}"] if folder.name == "nodes" else []
+    results = {example: run(example, folder, *on_cpu, *node_arguments) for example in examples}
     torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 

@@ -55,7 +55,7 @@ def pairs(ranks: list[int], make: Callable[..., Any] = padded, **width: int) -> 
     ]
 
 
-def labelled(ranks: list[int]) -> Batches:
+def labeled(ranks: list[int]) -> Batches:
     found = []
     for batch, other in zip(pairs(ranks), pairs(ranks), strict=True):
         mismatched = {f"KL_{key}": value.roll(1, 0) for key, value in other.items()}
@@ -130,7 +130,7 @@ RUNS: dict[str, dict[str, Run]] = {
     "tensor_parallel": {
         "weighted": (LigerDPO, {"use_weighting": True}, pairs),
         "packed": (LigerDPO, SFT, lambda ranks: pairs(ranks, packed)),
-        "kto": (LigerKTO, {}, labelled),
+        "kto": (LigerKTO, {}, labeled),
         "policy": (LigerGRPO, {"beta": 0.5, "entropy_coef": 0.1}, groups),
         "sequences": (LigerGRPO, SEQUENCES | {"top_entropy_quantile": 0.5}, groups),
         "student": (LigerDistillation, {"divergence": "jsd", "crossentropy_weight": 0.5}, texts),

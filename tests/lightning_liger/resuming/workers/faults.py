@@ -36,7 +36,7 @@ WAYS = ("liger_fsdp", "liger_fsdp-sharded", "liger_model_parallel")
 """Strategies with which every kind of checkpoint is written."""
 
 
-class Signalled(L.Callback):
+class Signaled(L.Callback):
     """Sends a signal to its own process, if that is one of ``ranks``, in the middle of a training step."""
 
     def __init__(self, signum: int, ranks: list[int], at: tuple[int, int] = FAULT_AT) -> None:
@@ -103,9 +103,9 @@ def _run_rank(device: str, folder: Path) -> None:
         results[way]["full-disk"] = full.error
         torch.distributed.barrier()  # rank 0 removes the incomplete files of all
         results[way]["after-full-disk"] = sorted(path.name for path in here.iterdir())
-    for way, to, signalled in SIGTERMS:
+    for way, to, signaled in SIGTERMS:
         here = folder / f"{way}-sigterm-{to}"
-        options = {"strategy": STRATEGIES[way](), "callbacks": [saves(here), Signalled(signal.SIGTERM, signalled)]}
+        options = {"strategy": STRATEGIES[way](), "callbacks": [saves(here), Signaled(signal.SIGTERM, signaled)]}
         error = _error_of(lambda: _train(here, device, seed=rank, **options))  # noqa: B023
         results[way][f"sigterm-{to}"] = {
             "error": type(error),
@@ -124,7 +124,7 @@ def _run_program(device: str, folder: Path, fault: str) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("LOCAL_RANK", 0))
     (folder / f"{fault}-{rank}.pid").write_text(str(os.getpid()))
-    callbacks = [saves(folder / fault), Signalled(*FAULTS[fault])]
+    callbacks = [saves(folder / fault), Signaled(*FAULTS[fault])]
     _train(folder / fault, device, strategy="liger_fsdp", seed=rank, callbacks=callbacks)
 
 

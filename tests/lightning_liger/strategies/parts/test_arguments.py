@@ -17,7 +17,7 @@ YAML = {
 
 @pytest.mark.parametrize("name", TRAINER)
 def test_yaml_gives_the_strategy_its_arguments(made_by_yaml, name):
-    of_engine = {
+    engine_options = {
         "LigerDDPStrategy": {"process_group_backend": "gloo", "find_unused_parameters": True},
         "LigerDeepSpeedStrategy": {"stage": 3},
         "LigerFSDPStrategy": {"auto_wrap_policy": ["torch.nn.Linear"], "state_dict_type": "sharded"},
@@ -26,7 +26,7 @@ def test_yaml_gives_the_strategy_its_arguments(made_by_yaml, name):
     for index in range(3):
         options = {key: values[index % len(values)] for key, values in YAML.items()}
         options.pop("memory_budget" if index < 2 else "activation_checkpointing")
-        options |= of_engine.get(name, {})
+        options |= engine_options.get(name, {})
         made = made_by_yaml({"class_path": f"lightning_liger.{name}", "init_args": options})
         assert type(made) is CLASSES[name]
         assert (made.kernels, made.fault_tolerance) == (options["kernels"], False)

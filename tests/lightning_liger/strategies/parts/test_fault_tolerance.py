@@ -1,4 +1,4 @@
-"""``fault_tolerance=False`` is Lightning's own behaviour; checkpoints load with and without it."""
+"""``fault_tolerance=False`` is Lightning's own behavior; checkpoints load with and without it."""
 
 from typing import Any
 

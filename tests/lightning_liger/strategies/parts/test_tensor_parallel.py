@@ -269,7 +269,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "qwen3": {"make": make_uneven_tp_batches, "num_micro_batches": 2, "max_norm": MAX_NORM},
     "no-kernels": {},
     "by-its-user": {"max_norm": MAX_NORM},
-    "fabric": {"model": "tied", "of_tokens": False},
+    "fabric": {"model": "tied", "per_token": False},
 }
 """What is trained, and how one process does it; by default the model of the same name, or the first."""
 

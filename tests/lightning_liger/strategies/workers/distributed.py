@@ -53,7 +53,7 @@ def build_model(tied: bool = False) -> LlamaForCausalLM:
 
 
 def make_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
-    """Batches of one rank: different on each, with a different number of ignored labels, few tokens to be learnt."""
+    """Batches of one rank: different on each, with a different number of ignored labels, few tokens to be learned."""
     generator = torch.Generator().manual_seed(100 + rank)
     batches = []
     for _ in range(num_batches):
@@ -221,8 +221,8 @@ def launch(
     processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(num_ranks)]
     try:
         for rank, output in enumerate(outputs):
-            of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment_of(rank)}
-            environment = {**os.environ, **{name: value for name, value in of_rank.items() if value}}
+            rank_environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment_of(rank)}
+            environment = {**os.environ, **{name: value for name, value in rank_environment.items() if value}}
             with output.open("w") as log:
                 processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
         codes = _wait(processes, timeout)
@@ -249,7 +249,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int 
         time.sleep(0.1)
 
 
-def of_torchrun(rank: int) -> dict[str, str]:
+def torchrun_environment(rank: int) -> dict[str, str]:
     """What ``torchrun`` sets on two nodes of one machine, with the GPUs of each as if it had no others."""
     num_devices = NUM_RANKS // 2
     node, local_rank = divmod(rank, num_devices)

@@ -220,7 +220,7 @@ def reference_training(
     batches: list[list[Batch]],
     device: str = "cpu",
     *,
-    of_tokens: bool = True,
+    per_token: bool = True,
     num_micro_batches: int = 1,
     max_norm: float = math.inf,
     max_value: float = math.inf,
@@ -249,7 +249,7 @@ def reference_training(
                 loss = change(model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss)
                 losses[rank].append(loss.item() if count else 0.0)
                 if count:
-                    (loss * (count / sum(counts) if of_tokens else 1 / len(window))).backward()
+                    (loss * (count / sum(counts) if per_token else 1 / len(window))).backward()
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm).item())
             torch.nn.utils.clip_grad_value_(parameters, max_value)
             optimizer.step()
