@@ -155,7 +155,7 @@ def divergence(
 
     Returns:
         In at least float32: ``[...]`` for ``reduction="none"``, else a scalar. Beyond the gradient only rows that fit
-        a few MiB (256 of a GPU for ``"mse"`` and ``"cosine"``) are held in float32.
+        a few MiB are held in float32.
 
     Raises:
         TypeError: For arguments of another type.

@@ -3,7 +3,7 @@
 A program owns whole rows. It walks over a row two or three times, each time in the direction opposite to the last, so
 that what it read last, and is still in the L2 cache, is read first. Within a block every thread keeps the running sums
 of the columns that it loads (Milakov and Gimelshein, arXiv:1805.02867), merged only at the end of the row. The KLs'
-sums move with the maxima, so that they take one step less.
+sums move with the maxima, so that they take one step less; so do mse and cosine, which have no maxima.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from triton.language.extra import libdevice
 
 from liger_ops import backend
 from liger_ops.backend import RowLaunch
-from liger_ops.divergence.options import DISTRIBUTION_KINDS, DivergenceOptions
+from liger_ops.divergence.options import KINDS, DivergenceOptions
 from liger_ops.loss.row_math import decay_of, rounding_of, shifted_exp, to_exponent, transform
 
-_FORWARD_KL, _REVERSE_KL, _MIXED, _JSD, _SKEW_KL, _SKEW_REVERSE_KL, _TOTAL_VARIATION = map(
-    tl.constexpr, range(len(DISTRIBUTION_KINDS))
+_FORWARD_KL, _REVERSE_KL, _MIXED, _JSD, _SKEW_KL, _SKEW_REVERSE_KL, _TOTAL_VARIATION, _MSE, _COSINE = map(
+    tl.constexpr, range(len(KINDS))
 )
 _CLAMP = tl.constexpr(80.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -30,8 +30,8 @@ _MIN_BLOCK_SIZE, _MAX_BLOCK_SIZE = 128, 4096
 
 
 @triton.jit
-def _load_pair(row_ptrs, columns, mask, transforms):
-    """Tempered logits of both models, -inf outside of the row; ``mask`` may be None."""
+def _load_pair(row_ptrs, columns, mask, transforms, KIND: tl.constexpr):
+    """Tempered logits of both models; outside of the row -inf, or 0 for mse and cosine. ``mask`` may be None."""
     student_row_ptr, teacher_row_ptr = row_ptrs
     student_scale, student_softcap, teacher_scale, teacher_softcap = transforms
     if mask is None:
@@ -40,7 +40,8 @@ def _load_pair(row_ptrs, columns, mask, transforms):
     else:
         z_s = transform(tl.load(student_row_ptr + columns, mask=mask, other=0.0), student_scale, student_softcap)
         z_t = transform(tl.load(teacher_row_ptr + columns, mask=mask, other=0.0), teacher_scale, teacher_softcap)
-        z_s, z_t = tl.where(mask, z_s, -float("inf")), tl.where(mask, z_t, -float("inf"))
+        outside = -float("inf") if KIND < _MSE else 0.0
+        z_s, z_t = tl.where(mask, z_s, outside), tl.where(mask, z_t, outside)
     return z_s, z_t
 
 
@@ -77,6 +78,18 @@ def _absorb(z_s, z_t, sums, HALF: tl.constexpr, KIND: tl.constexpr):
             terms = tl.where(e_s != 0.0, e_s * -excess, 0.0)
             second = second * tl.maximum(student_decay, _SMALLEST_DECAY) - moved * student_sum + tl.sum(terms, axis=1)
     return student_max, student_sum + tl.sum(e_s, axis=1), teacher_max, teacher_sum + tl.sum(e_t, axis=1), first, second
+
+
+@triton.jit
+def _absorb_logits(z_s, z_t, sums, KIND: tl.constexpr):
+    """As :func:`_absorb`, for mse (the squares of differences) and cosine (all three products)."""
+    if KIND == _MSE:
+        difference = tl.where(z_s == z_t, 0.0, z_s - z_t)  # also of equal infinities
+        student_sum, teacher_sum, product = sums[1] + tl.sum(difference * difference, axis=1), sums[3], sums[4]
+    else:
+        student_sum, teacher_sum = sums[1] + tl.sum(z_s * z_s, axis=1), sums[3] + tl.sum(z_t * z_t, axis=1)
+        product = sums[4] + tl.sum(z_s * z_t, axis=1)
+    return sums[0], student_sum, sums[2], teacher_sum, product, sums[5]
 
 
 @triton.jit
@@ -135,8 +148,13 @@ def _store_gradient(
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of the student's raw logits, ``factor * (w - q * sum(w))``; ``mask`` may be None."""
-    _, grad, q = _terms(z_s, z_t, row, factor, HALF, FAST, KIND)
-    grad -= q * slope_sum
+    if KIND >= _MSE:
+        grad = factor * (row[4] * z_s - z_t)
+        if KIND == _MSE:
+            grad = tl.where(z_s == z_t, 0.0, grad)
+    else:
+        _, grad, q = _terms(z_s, z_t, row, factor, HALF, FAST, KIND)
+        grad -= q * slope_sum
     if softcap is not None:
         capped = z_s / softcap
         grad *= 1.0 - capped * capped
@@ -175,7 +193,7 @@ def divergence_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes the divergence of every num_programs-th row and, on request, its gradient."""
-    BACKWARDS: tl.constexpr = KIND <= _MIXED  # the gradient's step
+    BACKWARDS: tl.constexpr = KIND <= _MIXED or KIND >= _MSE  # the gradient's step
     num_groups: tl.constexpr = BLOCK_SIZE // GROUP
     places = (tl.arange(0, num_groups) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     transforms = (student_scale, student_softcap, teacher_scale, teacher_softcap)
@@ -192,13 +210,14 @@ def divergence_kernel(
         # The first step, forwards: maxima, sums of ``shifted_exp``, and those of the KLs.
         if STEP is None or STEP == 1:
             nothing = tl.zeros([num_groups], dtype=tl.float32)
-            sums = (nothing - float("inf"), nothing, nothing - float("inf"), nothing, nothing, nothing)
+            no_max = nothing - (float("inf") if KIND < _MSE else 0.0)
+            sums = (no_max, nothing, no_max, nothing, nothing, nothing)
             for start in range(0, full_size, BLOCK_SIZE):
-                z_s, z_t = _load_pair(row_ptrs, start + places, None, transforms)
-                sums = _absorb(z_s, z_t, sums, HALF, KIND)
+                z_s, z_t = _load_pair(row_ptrs, start + places, None, transforms, KIND)
+                sums = _absorb(z_s, z_t, sums, HALF, KIND) if KIND < _MSE else _absorb_logits(z_s, z_t, sums, KIND)
             if full_size < size:
-                z_s, z_t = _load_pair(row_ptrs, full_size + places, full_size + places < size, transforms)
-                sums = _absorb(z_s, z_t, sums, HALF, KIND)
+                z_s, z_t = _load_pair(row_ptrs, full_size + places, full_size + places < size, transforms, KIND)
+                sums = _absorb(z_s, z_t, sums, HALF, KIND) if KIND < _MSE else _absorb_logits(z_s, z_t, sums, KIND)
             sums = _merge(sums, HALF, KIND)
             student_shift, student_sum, teacher_shift, teacher_sum, first, second = sums
             if STEP == 1:
@@ -211,22 +230,27 @@ def divergence_kernel(
             teacher_sum = tl.load(sums_ptr + 3 * num_rows + row_number)
             first = tl.load(sums_ptr + 4 * num_rows + row_number)
             second = tl.load(sums_ptr + 5 * num_rows + row_number)
-        # lse_t - lse_s of logits less their maxima, 0 for equal models.
-        delta = tl.log(teacher_sum / student_sum)
-        delta -= rounding_of(teacher_shift, to_exponent(teacher_shift, HALF), HALF)
-        delta += rounding_of(student_shift, to_exponent(student_shift, HALF), HALF)
+        if KIND == _MSE:  # of these two kinds, delta is the share of the student's logits in the gradient
+            delta = tl.full([], 1.0, tl.float32)
+        elif KIND == _COSINE:
+            norm = tl.sqrt(student_sum) * tl.sqrt(teacher_sum)
+            delta = tl.where(norm == 0.0, 0.0, first / student_sum)
+        else:  # lse_t - lse_s of logits less their maxima, 0 for equal models
+            delta = tl.log(teacher_sum / student_sum)
+            delta -= rounding_of(teacher_shift, to_exponent(teacher_shift, HALF), HALF)
+            delta += rounding_of(student_shift, to_exponent(student_shift, HALF), HALF)
         row = (student_shift, student_sum, teacher_shift, teacher_sum, delta, beta, rest)
 
         # The second step, backwards: the divergence and the sum of slopes.
-        if KIND > _MIXED and (STEP is None or STEP == 2):
+        if not BACKWARDS and (STEP is None or STEP == 2):
             values = tl.zeros([num_groups], dtype=tl.float32)
             slopes = tl.zeros([num_groups], dtype=tl.float32)
             if full_size < size:
-                z_s, z_t = _load_pair(row_ptrs, full_size + places, full_size + places < size, transforms)
+                z_s, z_t = _load_pair(row_ptrs, full_size + places, full_size + places < size, transforms, KIND)
                 terms = _terms(z_s, z_t, row, 1.0, HALF, FAST, KIND)
                 values, slopes = values + tl.sum(terms[0], axis=1), slopes + tl.sum(terms[1], axis=1)
             for done in range(0, full_size, BLOCK_SIZE):
-                z_s, z_t = _load_pair(row_ptrs, full_size - BLOCK_SIZE - done + places, None, transforms)
+                z_s, z_t = _load_pair(row_ptrs, full_size - BLOCK_SIZE - done + places, None, transforms, KIND)
                 terms = _terms(z_s, z_t, row, 1.0, HALF, FAST, KIND)
                 values, slopes = values + tl.sum(terms[0], axis=1), slopes + tl.sum(terms[1], axis=1)
             first, second = tl.sum(values, axis=0), tl.sum(slopes, axis=0)
@@ -249,6 +273,11 @@ def divergence_kernel(
                     slope_sum += share * (second / student_sum)
             if KIND == _JSD:
                 value = beta * first + rest * second
+            if KIND == _MSE:
+                value = student_sum
+            if KIND == _COSINE:
+                inverse = tl.where(norm == 0.0, 0.0, 1.0 / norm)  # the cosine is 0 then, and so is its gradient
+                value = 1.0 - first * inverse
             row_factor = tl.where(delta == delta, factor, float("nan"))  # the clamp must not hide logits of NaN
             if token_weight_ptr is not None:
                 row_factor *= tl.load(token_weight_ptr + token).to(tl.float32)
@@ -258,19 +287,23 @@ def divergence_kernel(
                     row_factor *= tl.load(grad_scale_ptr + token * grad_scale_stride).to(tl.float32)
                 if KIND == _JSD or KIND == _SKEW_KL:  # noqa: SIM109  # Triton has no tuples of constants
                     row_factor *= rest
+                if KIND == _MSE:
+                    row_factor *= 2.0
+                if KIND == _COSINE:
+                    row_factor *= inverse
                 if student_scale is not None:
                     row_factor *= student_scale
                 grad_row_ptr = grad_logits_ptr + row_number * grad_row_stride
                 # Asked for first, before a warp overwrites what others read.
                 mask = full_size + places < size
-                z_s, z_t = _load_pair(row_ptrs, full_size + places, mask, transforms)
+                z_s, z_t = _load_pair(row_ptrs, full_size + places, mask, transforms, KIND)
                 _store_gradient(
                     z_s, z_t, row, row_factor, slope_sum, grad_row_ptr + full_size + places, mask, student_softcap,
                     HALF, FAST, KIND,
                 )  # fmt: skip
                 for done in range(0, full_size, BLOCK_SIZE):
                     start = full_size - BLOCK_SIZE - done if BACKWARDS else done
-                    z_s, z_t = _load_pair(row_ptrs, start + places, None, transforms)
+                    z_s, z_t = _load_pair(row_ptrs, start + places, None, transforms, KIND)
                     _store_gradient(
                         z_s, z_t, row, row_factor, slope_sum, grad_row_ptr + start + places, None, student_softcap,
                         HALF, FAST, KIND,
@@ -306,10 +339,11 @@ class Rows(NamedTuple):
     grad_logits: Tensor | None  # like student, which it may be: output buffer for the gradient; or None
 
 
-def launch_divergence(rows: Rows, step: int | None = None, sums: Tensor | None = None) -> None:
+def launch_divergence(rows: Rows, vocab_size: int, step: int | None = None, sums: Tensor | None = None) -> None:
     """Computes each row's divergence and, if there is a buffer for it, the gradient; or one of the three steps.
 
-    ``step`` 1 and 2 write this shard's ``sums``, ``[6, num_rows]`` in float32; 2 and 3 read those of all shards.
+    ``vocab_size`` is that of all shards. ``step`` 1 and 2 write this shard's ``sums``, ``[6, num_rows]`` in float32;
+    2 and 3 read those of all shards.
     """
     student, teacher, labels, token_weight, grad_scale, options, token_index, losses, grad_logits = rows
     num_rows, num_columns = student.shape
@@ -337,14 +371,14 @@ def launch_divergence(rows: Rows, step: int | None = None, sums: Tensor | None =
         grad_scale_stride=grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
         num_rows=num_rows,
         num_columns=num_columns,
-        factor=options.factor,
+        factor=options.factor / (vocab_size if options.resolved_kind == "mse" else 1),
         beta=float(options.beta),
         rest=1.0 - float(options.beta),
         **transforms,
         STEP=step,
         HALF=step is None and torch.float32 not in (student.dtype, teacher.dtype),
         FAST=student.is_cuda,
-        KIND=DISTRIBUTION_KINDS.index(options.resolved_kind),
+        KIND=KINDS.index(options.resolved_kind),
         GROUP=_GROUP,
         BLOCK_SIZE=launch.block_size,
         num_warps=launch.num_warps,

@@ -46,7 +46,6 @@ from liger_ops.loss.vocab_parallel import VocabShard
 _CLAMP = 80.0
 _SMALLEST_DECAY = 1e-300  # an infinite sum stays infinite
 _TEMPORARIES = 6  # of a row's size, in plain PyTorch
-_GPU_CHUNK_BYTES = 256 * 2**20  # of mse and cosine, which take few operations
 
 
 def row_dtype(student: Tensor, teacher: Tensor) -> torch.dtype:
@@ -61,21 +60,21 @@ def write_rows(rows: Rows, shard: VocabShard | None) -> None:
     """
     student, teacher, labels, token_weight, grad_scale, options, token_index, losses, grad_logits = rows
     kind, num_rows = options.resolved_kind, student.shape[0]
-    if backend.runs_on_triton(student, teacher) and kind in DISTRIBUTION_KINDS:
+    vocab_size = student.shape[1] if shard is None else shard.vocab_size
+    if backend.runs_on_triton(student, teacher):
         if shard is None:
-            launch_divergence(rows)
+            launch_divergence(rows, vocab_size)
             return
         sums = losses.new_zeros(6, num_rows)
-        launch_divergence(rows, 1, sums)
+        launch_divergence(rows, vocab_size, 1, sums)
         sums = _merge(sums, shard).float()
-        if kind not in KL_KINDS:
-            launch_divergence(rows, 2, sums)
+        if kind in DISTRIBUTION_KINDS and kind not in KL_KINDS:
+            launch_divergence(rows, vocab_size, 2, sums)
             sums[4:] = _total(sums[4:], shard)
-        launch_divergence(rows, 3, sums)
+        launch_divergence(rows, vocab_size, 3, sums)
         return
     num_columns = student.shape[1] if shard is None else -(-shard.vocab_size // shard.group.size())  # of every rank
-    budget = _GPU_CHUNK_BYTES if student.is_cuda else CPU_CHUNK_BYTES
-    size = max(1, budget // (_TEMPORARIES * num_columns * losses.element_size()))
+    size = max(1, CPU_CHUNK_BYTES // (_TEMPORARIES * num_columns * losses.element_size()))
     for start in range(0, num_rows, size):
         part = slice(start, min(start + size, num_rows))
         index = torch.arange(part.start, part.stop, device=labels.device) if token_index is None else token_index[part]
