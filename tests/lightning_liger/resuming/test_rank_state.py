@@ -159,6 +159,16 @@ def test_lightnings_checkpoint_goes_on_with_the_batches_not_yet_seen(tmp_path):
     assert seen[NUM_BATCHES * ROWS :] == seen[4 * ROWS : NUM_BATCHES * ROWS]
 
 
+def test_checkpoint_loads_in_lightnings_strategy(tmp_path):
+    points = {"point": ANYWHERE["second-window"]}
+    uninterrupted = fit(tmp_path, strategy="liger", points=points, module=DropoutLM(0.0), limit_val_batches=0)
+    run = fit(tmp_path, strategy="auto", ckpt_path=tmp_path / "point", module=DropoutLM(0.0), limit_val_batches=0)
+    # The batches come in another order: Lightning neither keeps random states nor skips batches that were seen.
+    assert len(run.losses) == num_left(ANYWHERE["second-window"])
+    assert run.learning_rates == pytest.approx(uninterrupted.learning_rates[-len(run.losses) :])
+    assert run.global_step == uninterrupted.global_step
+
+
 def test_state_of_a_checkpoint_is_dropped_if_its_run_does_not_train(tmp_path):
     trainer = make_trainer(root=tmp_path, strategy="liger", max_steps=1)
     trainer.fit(DropoutLM(), shuffled_loader())
