@@ -18,8 +18,8 @@ def moments(x_ptr, length, BLOCK_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr):
     mean = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     deviation = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
     num_seen = 0.0
-    for start in tl.range(0, length, BLOCK_SIZE, num_stages=NUM_STAGES):
-        offsets = start + lanes
+    for block in tl.range(0, tl.cdiv(length, BLOCK_SIZE), num_stages=NUM_STAGES):
+        offsets = block * BLOCK_SIZE + lanes
         mask = offsets < length
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         num_seen += 1.0
