@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.lightning_liger.tiny import quiet_trainer
+from lightning_liger import LigerLMMixin
+from tests.lightning_liger.tiny import quiet_trainer, tiny_llama
 
 
 class Recorded(L.LightningModule):
@@ -25,6 +26,14 @@ class Recorded(L.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps.append(metrics_of(self.trainer))
+
+
+class LM(LigerLMMixin, Recorded):
+    """Around a tiny Llama, or another model."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = tiny_llama() if model is None else model
 
 
 def metrics_of(trainer: L.Trainer) -> dict[str, float]:

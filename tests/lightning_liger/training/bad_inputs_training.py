@@ -14,8 +14,8 @@ import torch
 
 from lightning_liger import LigerCausalLM, LigerLMMixin
 from tests.bad_inputs import row
+from tests.lightning_liger.post_training.training import LM
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch
-from tests.lightning_liger.training.logging_lm import LoggingLM
 
 TOKENS, LABELS = tiny_batch()["input_ids"], tiny_batch()["labels"]
 SHAPE, LOGITS = str(tuple(TOKENS.shape)), torch.randn(2, 11, VOCAB_SIZE)
@@ -28,8 +28,8 @@ def with_one(tensor: torch.Tensor, value: int) -> torch.Tensor:
 
 
 @functools.cache
-def module() -> LoggingLM:
-    return LoggingLM()
+def module() -> LM:
+    return LM()
 
 
 @functools.cache
@@ -134,7 +134,5 @@ BAD_INPUTS = [
         lambda: type("Wrong", (L.LightningModule, LigerLMMixin), {}),
         *("Wrong", "before LightningModule", "class Wrong(LigerLMMixin, L.LightningModule)"),
     ),
-    row(
-        lambda: type("Wrong", (LoggingLM,), {"loss_normalization": "sum"})(), "loss_normalization", "'tokens'", "'sum'"
-    ),
+    row(lambda: type("Wrong", (LM,), {"loss_normalization": "sum"})(), "loss_normalization", "'tokens'", "'sum'"),
 ]
