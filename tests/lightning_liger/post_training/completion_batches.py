@@ -120,7 +120,7 @@ def expected_loss(model: torch.nn.Module, examples: list[Batch], options: Policy
         pad(advantages) if advantages[0].ndim else torch.stack(advantages),
         *map(columns.get, COLUMNS),
     )
-    return naive_loss(log_probs, batch, options) - options.entropy_coef * entropies[mask].mean()
+    return naive_loss(log_probs, batch, options, entropies) - options.entropy_coef * entropies[mask].mean()
 
 
 def expected_model(steps: list[list[Batch]], options: PolicyOptions) -> tuple[torch.nn.Module, list[float]]:
