@@ -101,6 +101,7 @@ def test_dpo_types_and_divergences(kind: str, data: st.DataObject) -> None:
     want = expected(pairs, options, kind)
     assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected), rtol=1e-8)
     assert got.nll is None
+    assert not any(value.requires_grad for value in got.metrics.values())
 
 
 def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
@@ -115,16 +116,10 @@ def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
     torch.testing.assert_close(plain.losses, sum(expected(pairs, options, k) for k in ("sigmoid", "apo_zero")))
 
 
-def test_metrics_are_those_of_pairs() -> None:
+def test_a_tie_is_not_accurate() -> None:
     pairs = random_pairs()
-    metrics = DPOOptions(beta=0.3).losses(pairs).metrics
-    rewards = [0.3 * (pairs.chosen - pairs.ref_chosen), 0.3 * (pairs.rejected - pairs.ref_rejected)]
-    accuracies = (rewards[0] > rewards[1]).double()
-    expected = (*rewards, accuracies, rewards[0] - rewards[1], pairs.chosen, pairs.rejected)
-    assert not any(value.requires_grad for value in metrics.values())
-    torch.testing.assert_close(metrics, dict(zip(dpo.PAIR_METRICS, (each.detach() for each in expected), strict=True)))
     equal = pairs._replace(rejected=pairs.chosen, ref_rejected=pairs.ref_chosen)
-    assert DPOOptions().losses(equal).metrics["rewards/accuracies"].sum() == 0  # a tie is not accurate
+    assert DPOOptions().losses(equal).metrics["rewards/accuracies"].sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
