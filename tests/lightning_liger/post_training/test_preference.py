@@ -48,10 +48,7 @@ BETA = 0.3
 
 class Module(LigerPreferenceMixin, Recorded):
     def __init__(self, loss: Any, with_reference: bool = True, **attributes: Any) -> None:
-        self.preference_loss = loss
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        super().__init__()
+        super().__init__(preference_loss=loss, **attributes)
         self.model: nn.Module = tiny_llama()
         if with_reference and self.needs_reference:
             self.ref_model = other_llama()
@@ -80,7 +77,8 @@ def by_hand(model: nn.Module, examples: list[Sequences], options: Any) -> Tensor
             if scorer is model:
                 probs = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach().softmax(-1)
                 weight = weight * (scores.detach() - probs.square().sum(-1).log()).mean().exp()
-        labels = token_log_probs(model, gold[0] if gold else (chosen[0], 1 if options.scores_prompts else chosen[1]))
+        scored = gold[0] if gold else (chosen[0], 1) if isinstance(options, ORPOOptions) else chosen
+        labels = token_log_probs(model, scored)
         num_labels += len(labels)
         columns = *weighted[:2], *map(torch.tensor, numbers), *weighted[2:], weight, -labels.sum(), labels.sum()
         rows.append(torch.stack(columns))

@@ -81,9 +81,11 @@ BATCHES: list[tuple[Any, ...]] = [
     ({"inputs_embeds": torch.ones(2, 11, 32)}, "input_ids", "inputs_embeds"),
     ({"attention_mask": TOKENS[:, 1:]}, "batch['attention_mask']", SHAPE, "(2, 10)"),
     ({"position_ids": TOKENS[:, 1:]}, "batch['position_ids']", SHAPE, "(2, 10)"),
+    ({"attention_mask": with_one(torch.ones_like(TOKENS), 0), "position_ids": torch.arange(11)[None] % 8},
+     "batch['attention_mask']", "0 only where no token"),
     ({"atention_mask": TOKENS}, "'atention_mask'", "unknown", "did you mean 'attention_mask'"),
     ({3: TOKENS}, "unknown key 3", "LlamaForCausalLM"),
-]
+]  # fmt: skip
 # Changes of right arguments of lm_loss, and what messages say.
 LOSSES: list[tuple[Any, ...]] = [
     ({"logits": [1.0]}, "logits", "floating-point tensor", "[1.0]"),

@@ -66,17 +66,6 @@ def test_loss_and_gradients_are_those_of_separate_rows(architecture: str) -> Non
             torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_mask_within_a_packed_document_is_refused() -> None:
-    model = LanguageModel(tiny_causal_lm("llama"))
-    inputs = {
-        "input_ids": torch.ones(2, 6, dtype=torch.int64),
-        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]),
-        "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6]),
-    }
-    with pytest.raises(ValueError, match=r"batch\['attention_mask'\] must be 0 only where no token"):
-        model(inputs, inputs["input_ids"])
-
-
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [1, 1, 0, 1, 2]], ids=["counted", "of tokens"])
 def test_mask_of_padding_on_the_left_stays(positions: list[int]) -> None:
     model = LM(tiny_causal_lm("llama"))
