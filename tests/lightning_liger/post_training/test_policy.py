@@ -191,13 +191,6 @@ def test_losses_of_tokens_are_computed_in_the_loop_of_the_head(monkeypatch: pyte
         assert called == [expected]
 
 
-def with_reference(model: Any, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with torch.no_grad():
-        log_probs, _ = stock_scores(model, examples)
-    rows = zip(examples, log_probs, strict=True)
-    return [each | {"ref_per_token_logps": row[: len(each["completion_ids"])].float()} for each, row in rows]
-
-
 def grpo(**changes: Any) -> LigerGRPO:
     settings: dict[str, Any] = {"temperature": 1.3, "learning_rate": 0.01, "min_lr_ratio": 1.0, "beta": 0.5}
     return LigerGRPO(**{"config": TINY_CONFIG} | settings | changes)
@@ -212,7 +205,7 @@ def test_finished_module_trains_against_its_first_weights() -> None:
     assert all(not torch.equal(first[name], parameter) for name, parameter in last.items())
     by_column = grpo(reference="columns")
     by_column.model = module.model
-    stored = apart(with_reference(module.ref_model, sequences(6, columns=COLUMNS[:1])))
+    stored = batch | {"ref_per_token_logps": module.per_token_log_probs(batch, module.ref_model)}
     losses = [each.step_loss("val", data).terms[0].total for each, data in ((module, batch), (by_column, stored))]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0.0)
     assert grpo(beta=0.0).needs_reference is False

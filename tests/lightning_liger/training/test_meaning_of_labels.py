@@ -3,7 +3,6 @@
 import copy
 import random
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from transformers import (
 
 from lightning_liger import LigerLMMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
-from tests.lightning_liger.post_training.training import LM, assert_same_parameters, fit
+from tests.lightning_liger.post_training.training import LM, Recorded, assert_same_parameters, fit
 from tests.lightning_liger.tiny import TINY_CONFIG
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
@@ -76,11 +75,7 @@ def test_step_is_that_of_the_models_own_loss_over_all_labels(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "base"), [("llama sequences", LigerLMMixin), ("bert", LigerPreferenceMixin)])
 def test_steps_with_another_meaning_of_labels_are_refused(kind: str, base: type) -> None:
-    class Module(base, L.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.ref_model = make_model(kind), make_model(kind).requires_grad_(False)
-
+    module = type("Module", (base, Recorded), {})(model=make_model(kind), ref_model=make_model(kind))
     batch = {key: torch.ones(2, 4, dtype=torch.int64) for key in ("input_ids", "attention_mask", "completion_mask")}
-    with pytest.raises(ValueError, match=f"cannot train on the labels of {type(make_model(kind)).__name__}"):
-        Module().training_step(batch, 0)
+    with pytest.raises(ValueError, match=f"cannot train on the labels of {type(module.model).__name__}"):
+        module.training_step(batch, 0)
