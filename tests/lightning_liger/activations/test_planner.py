@@ -28,19 +28,6 @@ def planned(budget: int, *batches: int, **options) -> Trained:
     return trained
 
 
-def test_first_two_steps_recompute_all_layers_and_the_third_follows_a_plan():
-    trained = Trained(budget=10**6)
-    for _ in range(2):
-        trained.step(100)
-        assert trained.modes == ["recompute"] * 6
-    assert trained.lines == [
-        ("lightning-liger: memory_budget=1: all 6 layers stored; predicted peak 0.0 GiB of 0.0 GiB (100 tokens)", True)
-    ]
-    trained.step(100)
-    assert trained.modes == ["store"] * 6
-    assert trained.model.num_recomputed == 12
-
-
 @settings(derandomize=True, deadline=None)
 @given(
     budget=st.integers(12_000, 30_000),

@@ -77,7 +77,9 @@ def by_sign(is_positive: Tensor, yes: float, no: float) -> Tensor:
     return is_positive.double() * yes + (~is_positive).double() * no
 
 
-def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) -> Tensor:
+def naive_loss(
+    log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions, entropies: Tensor | None = None
+) -> Tensor:
     """The loss of a padded batch by its published formula, in a loop over completions."""
     kind, low, high = options.loss_type, options.epsilon_low, options.bound_high
     total = torch.zeros((), dtype=torch.float64)
@@ -114,6 +116,9 @@ def naive_loss(log_probs: Tensor, batch: PolicyBatch, options: PolicyOptions) ->
         if options.off_policy_mask_threshold is not None:
             drift = ((old if sampled is None else sampled) - x.detach()).nan_to_num(nan=0.0).mean()
             losses = losses * ((a >= 0) | (drift <= options.off_policy_mask_threshold))
+        if options.top_entropy_quantile < 1:
+            least = entropies[batch.completions.mask].quantile(1 - options.top_entropy_quantile)
+            losses = losses * (entropies[row][mask] >= least)
         if options.beta:
             kl = torch.exp(ref - x) - (ref - x) - 1
             losses = losses + options.beta * kl * (rho if options.use_bias_correction_kl else 1.0)

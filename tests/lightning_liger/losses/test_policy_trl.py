@@ -40,7 +40,7 @@ def functions(file: str, class_name: str | None = None) -> dict[str, Any]:
 
 
 def trl_loss(
-    log_probs: Tensor, entropies: Tensor, options: PolicyOptions, inputs: dict[str, Any], mode: str = "train"
+    log_probs: Tensor, entropies: Tensor, options: PolicyOptions, inputs: dict[str, Any]
 ) -> tuple[Tensor, dict[str, float]]:
     """TRL's loss and metrics of a micro-batch that is a whole optimizer step of one process."""
     methods = functions(*GRPO)
@@ -58,7 +58,7 @@ def trl_loss(
         use_vllm="importance_sampling_ratio" in inputs,
         aux_loss_enabled=False,
         use_adaptive_entropy=False,
-        model=SimpleNamespace(training=mode == "train"),
+        model=SimpleNamespace(training=True),
         _metrics=defaultdict(lambda: defaultdict(list)),
         _entropy_bonus_enabled=options.entropy_coef > 0,
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (log_probs, entropies, None),
@@ -70,7 +70,7 @@ def trl_loss(
         if not is_static:
             setattr(trainer, name, method.__get__(trainer))
     loss = trainer._compute_loss(None, inputs)
-    return loss, {name: values[0] for name, values in trainer._metrics[mode].items()}
+    return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

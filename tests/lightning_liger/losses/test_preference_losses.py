@@ -101,6 +101,7 @@ def test_dpo_types_and_divergences(kind: str, data: st.DataObject) -> None:
     want = expected(pairs, options, kind)
     assert_same_with_gradients(got.losses, want, (pairs.chosen, pairs.rejected), rtol=1e-8)
     assert got.nll is None
+    assert not any(value.requires_grad for value in got.metrics.values())
 
 
 def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
@@ -115,16 +116,10 @@ def test_several_losses_are_added_with_their_weights_and_those_of_wpo() -> None:
     torch.testing.assert_close(plain.losses, sum(expected(pairs, options, k) for k in ("sigmoid", "apo_zero")))
 
 
-def test_metrics_are_those_of_pairs() -> None:
+def test_a_tie_is_not_accurate() -> None:
     pairs = random_pairs()
-    metrics = DPOOptions(beta=0.3).losses(pairs).metrics
-    rewards = [0.3 * (pairs.chosen - pairs.ref_chosen), 0.3 * (pairs.rejected - pairs.ref_rejected)]
-    accuracies = (rewards[0] > rewards[1]).double()
-    expected = (*rewards, accuracies, rewards[0] - rewards[1], pairs.chosen, pairs.rejected)
-    assert not any(value.requires_grad for value in metrics.values())
-    torch.testing.assert_close(metrics, dict(zip(dpo.PAIR_METRICS, (each.detach() for each in expected), strict=True)))
     equal = pairs._replace(rejected=pairs.chosen, ref_rejected=pairs.ref_chosen)
-    assert DPOOptions().losses(equal).metrics["rewards/accuracies"].sum() == 0  # a tie is not accurate
+    assert DPOOptions().losses(equal).metrics["rewards/accuracies"].sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -145,15 +140,6 @@ def test_dpo_losses_are_finite_at_the_edges(dtype: torch.dtype) -> None:
             assert losses.isfinite().all(), (kind, divergence)
             assert chosen.grad.isfinite().all(), (kind, divergence)
             assert rejected.grad.isfinite().all(), (kind, divergence)
-
-
-def test_discopop_does_not_overflow_where_its_mixing_weight_vanishes() -> None:
-    chosen = torch.tensor([-2000.0, 0.0], requires_grad=True)
-    zero = torch.zeros(2)
-    loss = DPOOptions("discopop", beta=1.0).losses(PairLogProbs(chosen, zero, zero + 1, zero + 1, zero, zero)).losses
-    loss.sum().backward()
-    assert loss[0].item() == pytest.approx(2000.0)
-    assert chosen.grad.tolist()[0] == pytest.approx(-1.0)
 
 
 def cpo_expected(p: PairLogProbs, o: cpo.CPOOptions) -> Tensor:
@@ -208,8 +194,9 @@ def test_alphapo_of_improbable_completions_is_finite() -> None:
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(positive, st.integers(0, 999))
 def test_orpo(beta: float, seed: int) -> None:
-    pairs = random_pairs(seed)
+    pairs = random_pairs(seed)._replace(chosen_nll=torch.rand(B, dtype=torch.float64))
     got = orpo.ORPOOptions(beta).losses(pairs)
+    assert torch.equal(got.nll, pairs.chosen_nll)
     p, q = (x.exp() for x in means(pairs, pairs.chosen, pairs.rejected))
     log_odds = torch.log(p / (1 - p)) - torch.log(q / (1 - q))
     want = -beta * torch.log(sig(log_odds))

@@ -17,7 +17,6 @@ from lightning_liger import (
     LigerPrecisionPlugin,
     apply_liger_kernels,
 )
-from lightning_liger.patching import check_kernels
 from tests.bad_inputs import row
 from tests.valid_calls import model
 
@@ -74,11 +73,9 @@ BAD_INPUTS = [
         row(partial(call, kernels=kernels), "kernels must be", NAMES, text)
         for kernels, text in ((5, "got 5"), (["x"], "['x']"))
         for call in (
-            check_kernels,
             partial(AutoLigerModelForCausalLM.from_config, model().config),
             partial(AutoLigerModelForCausalLM.from_pretrained, NoModel()),
             partial(AutoLigerModelForImageTextToText.from_pretrained, NoModel()),
-            *(partial(plugin, "32-true") for plugin in PLUGINS),
         )
     ),
     *(row(partial(apply_liger_kernels, each), "model must be", text) for each, text in MODELS),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lightning_liger import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText, LazyLogits, apply_liger_kernels
-from lightning_liger.patching import KERNELS, PatchEntry, PatchReport, check_kernels
+from lightning_liger.patching import PatchEntry, PatchReport
 from lightning_liger.patching.rules import Patched
 from lightning_liger.patching.rules.head import HeadReplacement
 from tests.lightning_liger.architectures import tiny_image_text_model
@@ -52,6 +52,8 @@ def logits(model: nn.Module) -> LazyLogits | Tensor:
         ("auto", []),
         (tuple(EXPECTED), []),
         *((kernel, [each for each in EXPECTED if each != kernel]) for kernel in EXPECTED),
+        (["rope", "rope"], [each for each in EXPECTED if each != "rope"]),
+        ({"rope": True, "rms_norm": None}, []),
         ({"linear_cross_entropy": {"chunk_bytes": 1 << 20}}, []),
         ({"rope": False, "rms_norm": False, "layer_norm": False, "silu_mul": True}, ["rope", "rms_norm"]),
     ],
@@ -79,17 +81,6 @@ def test_chosen_kernels_are_applied_once_and_undone(kernels: Any, missing: Any) 
         report.undo()
         assert state(model) == before
         assert torch.equal(loss(model), want)
-
-
-def test_check_kernels_returns_the_names_that_are_meant() -> None:
-    auto = check_kernels("auto")
-    assert list(auto) == list(KERNELS)
-    assert check_kernels("none") == check_kernels([]) == {}
-    assert check_kernels("rope") == check_kernels(["rope", "rope"]) == {"rope": {}}
-    assert check_kernels({}) == check_kernels({"rope": True}) == check_kernels({"rms_norm": None}) == auto
-    assert check_kernels({"rope": False}) == {name: {} for name in auto if name != "rope"}
-    options = {"chunk_bytes": 3}
-    assert check_kernels({"linear_cross_entropy": options}) == auto | {"linear_cross_entropy": options}
 
 
 def test_options_of_the_loss_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,10 +128,6 @@ def test_verification_works_inside_contexts_that_models_are_built_in(context: An
     model(**tiny_batch()).loss.backward()
 
 
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values, requires_grad=True)
-
-
 @pytest.mark.parametrize(
     ("replacement", "message"),
     [
@@ -145,6 +141,6 @@ def leaf(*values: float) -> Tensor:
     ids=["value", "gradient", "dtype", "shape", "number", "nan"],
 )
 def test_compare_names_the_difference(replacement: Callable[[Tensor], Any], message: str) -> None:
-    x = leaf(1.0, -4.0)
+    x = torch.tensor([1.0, -4.0], requires_grad=True)
     with pytest.raises(Mismatch, match=message):
         compare(lambda: x * 2, lambda: replacement(x), [x])

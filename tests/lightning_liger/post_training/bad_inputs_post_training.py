@@ -32,6 +32,7 @@ from lightning_liger import (
 from lightning_liger.data import MultipleChoiceDataModule
 from lightning_liger.post_training.rows import read_rows
 from tests.bad_inputs import row
+from tests.lightning_liger.post_training import completion_batches as completions
 from tests.lightning_liger.post_training.completion_batches import Policy
 from tests.lightning_liger.post_training.preference_data import padded, sequences
 from tests.lightning_liger.post_training.test_distillation import Alone, Student, patched
@@ -57,16 +58,13 @@ def prefer(changes: dict[str, Any], items: int = 4, preference_loss: Any = DPOOp
 
 
 def apart(changes: dict[str, Any], options: PolicyOptions = PolicyOptions(), **settings: Any) -> Any:  # noqa: B008
-    """Two prompts of three tokens with completions of four."""
-    prompts, completions = torch.ones(2, 3, dtype=INT64), torch.ones(2, 4, dtype=INT64)
-    batch: dict[str, Any] = {"prompt_ids": prompts, "prompt_mask": prompts, "advantages": torch.zeros(2)}
-    batch |= {"completion_ids": completions, "completion_mask": completions}
+    """Two prompts of up to three tokens with completions of up to six."""
+    batch = completions.apart(completions.sequences(2, columns=()))
     return Policy(options, **settings).step_loss("train", changed(batch, changes))
 
 
 def joined(changes: dict[str, Any]) -> Any:
-    ids = torch.ones(2, 7, dtype=INT64)
-    batch: dict[str, Any] = {"input_ids": ids, "completion_mask": ids, "advantages": torch.zeros(2)}
+    batch = completions.joined(completions.sequences(2, columns=()))
     return Policy(PolicyOptions()).step_loss("train", changed(batch, changes))
 
 
@@ -112,7 +110,6 @@ MODULES: list[tuple[Any, ...]] = [
     (LigerDPO, {"loss_type": ["sigmoid", "x"]}, "loss_type", "'x'", "'sigmoid'"),
     (LigerDPO, {"reference": "adapters"}, "reference", "'adapters'", "only with lora"),
     (LigerDPO, {"ref_log_probs_folder": "x"}, "ref_log_probs_folder", "'x'", "precompute_ref_log_probs=True"),
-    (LigerDPO, {"lora": {"rank": 2}}, "lora", "{'rank': 2}", "LoraConfig"),
     (LigerORPO, {"loss_type": "dft"}, "loss_type", "'dft'", "'nll'"),
     (LigerORPO, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs", "False for a loss without a reference"),
     (LigerGRPO, {"reference": "columns"}, "reference", "'columns'", "'auto' for a loss without a reference"),
@@ -156,13 +153,13 @@ POLICIES: list[tuple[Any, ...]] = [
     ({"prompt_mask": torch.ones(2, 4)}, "batch['prompt_mask']", "(2, 4)", "(2, 3)"),
     ({"prompt_mask": torch.ones(2, 3, device="meta")}, "prompt_mask", "meta", "cpu"),
     ({"advantages": torch.zeros(3)}, "batch['advantages']", "(3,)", "(2,)"),
-    ({"advantages": torch.zeros(2, 3)}, "batch['advantages']", "(2, 3)", "(2, 4)"),
+    ({"advantages": torch.zeros(2, 3)}, "batch['advantages']", "(2, 3)", "(2, 6)"),
     ({"advantages": torch.zeros(2).long()}, "batch['advantages']", "int64", "floating"),
-    ({"tool_mask": torch.ones(2, 7)}, "batch['tool_mask']", "(2, 7)", "(2, 4)"),
-    ({"old_per_token_logps": torch.zeros(2)}, "old_per_token_logps", "(2,)", "(2, 4)"),
-    ({"ref_per_token_logps": torch.zeros(2, 4).long()}, "ref_per_token_logps", "int64", "floating"),
-    ({"sampling_per_token_logps": torch.zeros(2, 4, device="meta")}, "sampling_per_token_logps", "meta", "cpu"),
-    ({"completion_ids": torch.ones(3, 4, dtype=INT64)} | {"completion_mask": torch.ones(3, 4)}, "(3, 4)", "2 prompts"),
+    ({"tool_mask": torch.ones(2, 7)}, "batch['tool_mask']", "(2, 7)", "(2, 6)"),
+    ({"old_per_token_logps": torch.zeros(2)}, "old_per_token_logps", "(2,)", "(2, 6)"),
+    ({"ref_per_token_logps": torch.zeros(2, 6).long()}, "ref_per_token_logps", "int64", "floating"),
+    ({"sampling_per_token_logps": torch.zeros(2, 6, device="meta")}, "sampling_per_token_logps", "meta", "cpu"),
+    ({"completion_ids": ROWS[:3], "completion_mask": ROWS[:3], "tool_mask": None}, "(3, 5)", "2 prompts"),
 ]
 SETTINGS: list[tuple[Any, ...]] = [
     ({"options": {"loss_type": "grpo"}}, "policy_options", "{'loss_type': 'grpo'}", "PolicyOptions"),
@@ -194,7 +191,6 @@ HEADS: list[tuple[Any, ...]] = [
     (partial(MedusaHeads.of, nn.Linear(2, 2)), "model", "Linear", "LM head"),
     (partial(save_medusa_heads, nn.ModuleList(), "x"), "heads", "MedusaHeads", "ModuleList"),
     (partial(save_medusa_heads, MedusaHeads(8, 5, 1, device="meta"), "x"), "heads", "whole tensors", "linear.weight"),
-    (partial(load_medusa_heads, MedusaHeads(8, 5, 1), "no/such"), "medusa_lm_head.safetensors", "'no/such'"),
     (other_heads, "folder", "1.0.linear"),
     (partial(store_teacher_topk, model(), [tiny_batch()], "t.bin"), "path", "'t.bin'", ".safetensors"),
     (

@@ -92,10 +92,7 @@ class Policy(LigerPolicyMixin, Recorded):
     learning_rate = 0.3
 
     def __init__(self, options: PolicyOptions, **settings: Any) -> None:
-        self.policy_options = options
-        for name, value in settings.items():
-            setattr(self, name, value)
-        super().__init__()
+        super().__init__(policy_options=options, **settings)
         self.model = tiny_llama()
 
 
@@ -120,7 +117,8 @@ def expected_loss(model: torch.nn.Module, examples: list[Batch], options: Policy
         pad(advantages) if advantages[0].ndim else torch.stack(advantages),
         *map(columns.get, COLUMNS),
     )
-    return naive_loss(log_probs, batch, options) - options.entropy_coef * entropies[mask].mean()
+    kept = entropies[mask][entropies[mask] >= entropies[mask].quantile(1 - options.top_entropy_quantile)]
+    return naive_loss(log_probs, batch, options, entropies) - options.entropy_coef * kept.mean()
 
 
 def expected_model(steps: list[list[Batch]], options: PolicyOptions) -> tuple[torch.nn.Module, list[float]]:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.lightning_liger.example_losses import scores_of
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_llama
 
 Sequences = list[tuple[Tensor, int]]
@@ -51,8 +51,7 @@ KEYS = ("input_ids", "attention_mask", "completion_mask")
 def token_log_probs(model: nn.Module, item: tuple[Tensor, int]) -> Tensor:
     """Of each completion token of one sequence."""
     ids, prompt = item
-    log_probs = F.log_softmax(model(input_ids=ids[None]).logits[0].float(), dim=-1)
-    return torch.stack([log_probs[t - 1, ids[t]] for t in range(prompt, len(ids))])
+    return scores_of(model(input_ids=ids[None]).logits[0, :-1].float(), ids[1:])[prompt - 1 :]
 
 
 def other_llama() -> nn.Module:

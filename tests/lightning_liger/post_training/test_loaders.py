@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_liger import LigerCausalLM, LigerLMMixin, LigerMultipleChoice
+from lightning_liger import LigerCausalLM, LigerMultipleChoice
 from lightning_liger.losses.dpo import DPOOptions
 from lightning_liger.losses.kto import KTOOptions
 from lightning_liger.losses.policy_options import PolicyOptions
@@ -18,16 +18,10 @@ from tests.lightning_liger.post_training.preference_data import padded, sequence
 from tests.lightning_liger.post_training.test_distillation import Student
 from tests.lightning_liger.post_training.test_medusa import Medusa
 from tests.lightning_liger.post_training.test_preference import Module as Preference
-from tests.lightning_liger.post_training.training import Recorded, loader
+from tests.lightning_liger.post_training.training import LM, loader
 from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama, tiny_model
 
 Batch = dict[str, Any]
-
-
-class LM(LigerLMMixin, Recorded):
-    def __init__(self, architecture: str = "llama", **overrides: Any) -> None:
-        super().__init__()
-        self.model = tiny_model(architecture, **overrides)
 
 
 class LMWithoutTheIndex(LM):
@@ -51,7 +45,7 @@ def labeled(seed: int) -> Batch:
 
 
 def mixtral() -> LM:
-    return LM("mixtral", num_local_experts=4, output_router_logits=True)
+    return LM(tiny_model("mixtral", num_local_experts=4, output_router_logits=True))
 
 
 MODULES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int], Batch]]] = {
@@ -82,16 +76,6 @@ def test_metrics_of_each_loader_are_those_that_it_has_alone(name: str, stage: st
         assert found == pytest.approx(want, nan_ok=True)
         losses.update(value for key, value in alone.items() if key in ("val_loss", "test_loss"))
     assert len(losses) == len(loaders)
-
-
-def test_validation_during_training_starts_again_for_each_loader() -> None:
-    module = LM()
-    loaders = [loader([text(seed)]) for seed in (1, 2)]
-    trainer = quiet_trainer(strategy="liger", max_steps=1)
-    trainer.fit(module, loader([text(3)]), loaders)
-    for index, data in enumerate(loaders):
-        (alone,) = quiet_trainer(strategy="liger").validate(module, data, verbose=False)
-        assert trainer.callback_metrics[f"val_loss/dataloader_idx_{index}"].item() == pytest.approx(alone["val_loss"])
 
 
 def test_prompts_of_several_loaders_are_continued() -> None:

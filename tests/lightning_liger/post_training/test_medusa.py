@@ -1,5 +1,6 @@
 """Medusa heads: losses and gradients against a loop over whole logits, and training of heads alone and together."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_liger import LigerMedusa, LigerMedusaMixin, MedusaHeads, apply_liger_kernels
 from lightning_liger.post_training.medusa_heads import load_medusa_heads, save_medusa_heads
+from tests.lightning_liger.patching.rules.comparing import assert_same_gradients
 from tests.lightning_liger.post_training.training import Recorded, assert_same_parameters, fit, loader
 from tests.lightning_liger.tiny import (
     TINY_CONFIG,
@@ -28,9 +30,7 @@ class Medusa(LigerMedusaMixin, Recorded):
     learning_rate = 0.5
 
     def __init__(self, model: nn.Module, shared: bool = False, num_layers: int = 1, **settings: Any) -> None:
-        for name, value in settings.items():
-            setattr(self, f"medusa_{name}", value)
-        super().__init__()
+        super().__init__(**{f"medusa_{name}": value for name, value in settings.items()})
         self.model = model
         self.medusa_heads = MedusaHeads.of(model, HEADS, num_layers, shared_head=shared)
         with torch.random.fork_rng(devices=[]):
@@ -64,45 +64,32 @@ def whole_loss(
     return total / (labels[:, 1:] >= 0).sum()
 
 
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["own_heads", "shared_head"])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_gradients_are_those_of_whole_logits(stage: int, shared: bool, model_type: str) -> None:
+def test_gradients_are_those_of_whole_logits(
+    stage: int, shared: bool, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gemma 2 has tied embeddings and a soft-cap, which further heads have as well."""
     model = tiny_model(model_type, tie_word_embeddings=model_type == "gemma2")
-    module = Medusa(model, shared, only_heads=stage == 1)
-    expected_loss = whole_loss(model, module.medusa_heads, tiny_batch(), None if stage == 1 else 0.2)
+    module, batch = Medusa(model, shared, only_heads=stage == 1), tiny_batch(8, 24)
+    twin = copy.deepcopy(module)
+    expected_loss = whole_loss(twin.model, twin.medusa_heads, batch, None if stage == 1 else 0.2)
     expected_loss.backward()
-    expected = gradients(module)
-    module.zero_grad()
-    apply_liger_kernels(module, "linear_cross_entropy")
+    apply_liger_kernels(module, {"linear_cross_entropy": {"chunk_bytes": 32 * VOCAB_SIZE * 4}})
 
-    loss = module.training_step(tiny_batch(), 0)
-    loss.backward()
+    with TensorSizes(monkeypatch) as sizes:
+        loss = module.training_step(batch, 0)
+        loss.backward()
 
+    assert sizes.largest < 8 * 24 * VOCAB_SIZE
     torch.testing.assert_close(loss, expected_loss.detach(), check_dtype=False)
-    found = gradients(module)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=2e-4, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert_same_gradients(twin, module)
+    found = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     blocks = [name for name in found if ".linear." in name]
     assert len(blocks) == 2 * HEADS  # liger-kernel's example leaves them out
     assert all(found[name].abs().max() > 0 for name in blocks)
     assert any(name.startswith("model.") for name in found) == (stage == 2)
-
-
-def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    for shared in (False, True):
-        module = Medusa(tiny_llama(), shared, only_heads=False)
-        apply_liger_kernels(module, {"linear_cross_entropy": {"chunk_bytes": 32 * VOCAB_SIZE * 4}})
-        batch = tiny_batch(8, 24)
-        with TensorSizes(monkeypatch) as sizes:
-            module.training_step(batch, 0).backward()
-        assert sizes.largest < 8 * 24 * VOCAB_SIZE, shared
 
 
 def test_only_heads_leaves_the_model_bitwise_unchanged() -> None:

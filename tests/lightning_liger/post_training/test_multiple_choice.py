@@ -11,6 +11,7 @@ import torch
 from lightning_liger import LigerMultipleChoice
 from lightning_liger.data import MultipleChoiceDataModule
 from lightning_liger.data.tokenizer import load_tokenizer
+from tests.lightning_liger.post_training.preference_data import sums
 from tests.lightning_liger.tiny import quiet_trainer
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "data" / "tokenizer"
@@ -45,13 +46,8 @@ def module() -> LigerMultipleChoice:
 
 def plain_scores(model, tokenizer, prompt: str, answers: list[str]) -> torch.Tensor:
     """The log-probability of each answer after the prompt, without a batch."""
-    found = []
-    for answer in answers:
-        start = len(tokenizer(prompt)["input_ids"])
-        ids = torch.tensor(tokenizer(f"{prompt} {answer}")["input_ids"])
-        log_probs = model(ids[None]).logits[0].double().log_softmax(-1)
-        found.append(log_probs[start - 1 : -1].gather(1, ids[start:, None]).sum())
-    return torch.stack(found)
+    start = len(tokenizer(prompt)["input_ids"])
+    return sums(model, [(torch.tensor(tokenizer(f"{prompt} {answer}")["input_ids"]), start) for answer in answers])
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -139,38 +139,16 @@ def test_on_policy_batches_and_known_numbers_of_items() -> None:
 
 
 def test_top_entropy_and_off_policy_masks_train_the_tokens_that_they_keep() -> None:
+    """The entropy bonus is the mean over the tokens that the entropy mask keeps."""
     examples = sequences(6, columns=COLUMNS[:1])
-    stock = tiny_llama()
-    log_probs, entropies = stock_scores(stock, examples)
-    mask = pad([example["tool_mask"] for example in examples]).bool()
-    kept = mask & (entropies >= torch.quantile(entropies[mask], 0.5))
-    old = pad([example["old_per_token_logps"] for example in examples]).double()
-    advantages = torch.stack([example["advantages"] for example in examples]).double()
-    row_mean = torch.where(mask, old - log_probs.detach(), 0).sum(1) / mask.sum(1).clamp(min=1)
-    near = (advantages >= 0) | (row_mean <= -0.3)
-    assert 0 < (~near).sum() < 6
-    kept &= near[:, None]
-    ratio = (log_probs - old).exp()
-    objective = torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
-    (-objective[kept].sum() / mask.sum()).backward()
-    torch.optim.SGD(stock.parameters(), lr=0.3).step()
-    module = Policy(PolicyOptions(top_entropy_quantile=0.5, off_policy_mask_threshold=-0.3))
-    fit(module, [apart(examples)])
-    assert_same_parameters(module.model, stock)
-
-
-def test_entropy_bonus_is_the_mean_over_the_tokens_that_the_mask_keeps() -> None:
-    examples = sequences(6)
-    _, entropies = stock_scores(tiny_llama(), examples)
-    scored = entropies[pad([example["tool_mask"] for example in examples]).bool()]
-    for quantile in (0.1, 0.3):
-        kept = scored[scored >= scored.double().quantile(1 - quantile).float()]
-        assert len(kept) != quantile * len(scored)
-        losses = []
-        for weight in (0.0, 0.1):
-            module = Policy(PolicyOptions(top_entropy_quantile=quantile, entropy_coef=weight))
-            losses.append(module.training_step(apart(examples), 0).item())
-        assert losses[0] - losses[1] == pytest.approx(0.1 * kept.mean().item(), rel=1e-4)
+    for quantile, threshold in ((0.1, None), (0.3, None), (0.5, -0.3)):
+        masks = {"top_entropy_quantile": quantile, "off_policy_mask_threshold": threshold}
+        options = PolicyOptions(**masks, entropy_coef=0.1)
+        expected, losses = expected_model([examples], options)
+        module = Policy(options)
+        fit(module, [apart(examples)])
+        assert module.steps[0]["train_loss_step"] == pytest.approx(losses[0], rel=1e-4)
+        assert_same_parameters(module.model, expected)
 
 
 def test_per_token_log_probs_are_columns_of_the_batch() -> None:
@@ -213,29 +191,9 @@ def test_losses_of_tokens_are_computed_in_the_loop_of_the_head(monkeypatch: pyte
         assert called == [expected]
 
 
-def with_reference(model: Any, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with torch.no_grad():
-        log_probs, _ = stock_scores(model, examples)
-    rows = zip(examples, log_probs, strict=True)
-    return [each | {"ref_per_token_logps": row[: len(each["completion_ids"])].float()} for each, row in rows]
-
-
 def grpo(**changes: Any) -> LigerGRPO:
     settings: dict[str, Any] = {"temperature": 1.3, "learning_rate": 0.01, "min_lr_ratio": 1.0, "beta": 0.5}
     return LigerGRPO(**{"config": TINY_CONFIG} | settings | changes)
-
-
-def test_reference_is_a_frozen_model_in_evaluation_mode() -> None:
-    examples, options = sequences(6, columns=COLUMNS[:1]), PolicyOptions(beta=0.5)
-    expected, losses = expected_model([with_reference(tiny_llama(), examples)] * 3, options)
-    module = Policy(options)
-    module.ref_model = tiny_llama(attention_dropout=0.5)
-    fit(module, [apart(examples)] * 3)
-    assert [step["train_loss_step"] for step in module.steps] == pytest.approx(losses, rel=1e-4)
-    assert_same_parameters(module.model, expected)
-    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in module.ref_model.parameters())
-    assert module.steps[-1]["train_kl_step"] > 1e-4
-    assert not any(name.startswith("ref_model") for name in module.state_dict())
 
 
 def test_finished_module_trains_against_its_first_weights() -> None:
@@ -247,7 +205,7 @@ def test_finished_module_trains_against_its_first_weights() -> None:
     assert all(not torch.equal(first[name], parameter) for name, parameter in last.items())
     by_column = grpo(reference="columns")
     by_column.model = module.model
-    stored = apart(with_reference(module.ref_model, sequences(6, columns=COLUMNS[:1])))
+    stored = batch | {"ref_per_token_logps": module.per_token_log_probs(batch, module.ref_model)}
     losses = [each.step_loss("val", data).terms[0].total for each, data in ((module, batch), (by_column, stored))]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0.0)
     assert grpo(beta=0.0).needs_reference is False

@@ -1,5 +1,6 @@
 """Modules of preference losses train as loops over single sequences of the stock model do."""
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from lightning_liger import (
     ORPOOptions,
     TPOOptions,
 )
+from lightning_liger.losses.dpo import PairLogProbs
+from lightning_liger.losses.kto import kto_loss
 from lightning_liger.post_training import preference
 from tests.lightning_liger.post_training.preference_data import (
     Sequences,
@@ -45,10 +48,7 @@ BETA = 0.3
 
 class Module(LigerPreferenceMixin, Recorded):
     def __init__(self, loss: Any, with_reference: bool = True, **attributes: Any) -> None:
-        self.preference_loss = loss
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        super().__init__()
+        super().__init__(preference_loss=loss, **attributes)
         self.model: nn.Module = tiny_llama()
         if with_reference and self.needs_reference:
             self.ref_model = other_llama()
@@ -65,59 +65,34 @@ def collated(examples: list[Sequences], pack: bool = False) -> dict[str, Tensor]
     return packed(items, padding=3) if pack else padded(items)
 
 
-def dpo_by_hand(options: DPOOptions) -> Callable[[nn.Module, list[Sequences]], Tensor]:
-    """DPO or IPO, with LD-DPO's and WPO's weights, and half the negative log-likelihood of ``sft``."""
-
-    def loss(model: nn.Module, examples: list[Sequences]) -> Tensor:
-        reference, losses, nll = other_llama(), [], []
-        for pair in examples:
-            shared, ratios, weight = min(len(ids) - prompt for ids, prompt in pair), [], 1.0
-            for each in pair:
-                own, ids, prompt = token_log_probs(model, each), *each
-                ratio = own - token_log_probs(reference, each)
-                if options.ld_alpha is not None:
-                    ratio = torch.cat((ratio[:shared], options.ld_alpha * ratio[shared:]))
-                ratios.append(ratio.mean() if options.loss_type == "ipo" else ratio.sum())
-                if options.use_weighting:
-                    probs = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach().softmax(-1)
-                    weight = weight * (own.detach() - probs.square().sum(-1).log()).mean().exp()
-            d = ratios[0] - ratios[1]
-            losses.append(weight * ((d - 0.5 / BETA) ** 2 if options.loss_type == "ipo" else -F.logsigmoid(BETA * d)))
-            nll.append(-token_log_probs(model, pair[0]))
-        return torch.stack(losses).mean() + (0.5 * torch.cat(nll).mean() if options.has_nll else 0.0)
-
-    return loss
+def by_hand(model: nn.Module, examples: list[Sequences], options: Any) -> Tensor:
+    """The loss of scores of single sequences, with LD-DPO's and WPO's weights; its formula is tested elsewhere."""
+    reference, rows, num_labels, alpha = other_llama(), [], 0, getattr(options, "ld_alpha", None)
+    for chosen, rejected, *gold in examples:
+        numbers = [len(ids) - prompt for ids, prompt in (chosen, rejected)]
+        shared, weight, weighted = min(numbers), torch.ones(()), []
+        for scorer, each in itertools.product((model, reference), (chosen, rejected)):
+            scores, (ids, prompt) = token_log_probs(scorer, each), each
+            weighted.append(scores[:shared].sum() + (1.0 if alpha is None else alpha) * scores[shared:].sum())
+            if scorer is model:
+                probs = model(input_ids=ids[None]).logits[0, prompt - 1 : -1].detach().softmax(-1)
+                weight = weight * (scores.detach() - probs.square().sum(-1).log()).mean().exp()
+        scored = gold[0] if gold else (chosen[0], 1) if isinstance(options, ORPOOptions) else chosen
+        labels = token_log_probs(model, scored)
+        num_labels += len(labels)
+        columns = *weighted[:2], *map(torch.tensor, numbers), *weighted[2:], weight, -labels.sum(), labels.sum()
+        rows.append(torch.stack(columns))
+    losses = options.losses(PairLogProbs(*torch.stack(rows, 1)))
+    return losses.losses.mean() + (0.0 if losses.nll is None else losses.nll.sum() / num_labels)
 
 
-def simpo_and_nll(model: nn.Module, examples: list[Sequences]) -> Tensor:
-    both = [[token_log_probs(model, each) for each in pair] for pair in examples]
-    losses = [-F.logsigmoid(BETA * (chosen.mean() - rejected.mean()) - 0.5) for chosen, rejected in both]
-    return torch.stack(losses).mean() - torch.cat([chosen for chosen, _ in both]).mean()
-
-
-def orpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
-    losses = []
-    for pair in examples:
-        odds = [p / (1 - p) for p in (token_log_probs(model, each).mean().exp() for each in pair)]
-        losses.append(-BETA * F.logsigmoid(torch.log(odds[0] / odds[1])))
-    return torch.stack(losses).mean() - torch.cat([token_log_probs(model, (ids, 1)) for (ids, _), _ in examples]).mean()
-
-
-def tpo(model: nn.Module, examples: list[Sequences]) -> Tensor:
-    losses = [-F.logsigmoid(BETA * (sums(model, [c]) - sums(model, [r]))) for c, r, _ in examples]
-    return torch.cat(losses).mean() - torch.cat([token_log_probs(model, gold) for *_, gold in examples]).mean()
-
-
-DPOS = {
+LOSSES: dict[str, Any] = {
     "dpo_and_sft": DPOOptions(("sigmoid", "sft"), loss_weights=(1.0, 0.5), beta=BETA),
     "ld_dpo": DPOOptions(beta=BETA, ld_alpha=0.4),
     "wpo_ipo": DPOOptions("ipo", beta=BETA, use_weighting=True),
-}
-LOSSES: dict[str, tuple[Any, Callable[[nn.Module, list[Sequences]], Tensor], int]] = {
-    **{name: (options, dpo_by_hand(options), 2) for name, options in DPOS.items()},
-    "simpo_and_nll": (CPOOptions("simpo", beta=BETA), simpo_and_nll, 2),
-    "orpo": (ORPOOptions(beta=BETA), orpo, 2),
-    "tpo": (TPOOptions(beta=BETA), tpo, 3),
+    "simpo_and_nll": CPOOptions("simpo", beta=BETA),
+    "orpo": ORPOOptions(beta=BETA),
+    "tpo": TPOOptions(beta=BETA),
 }
 
 
@@ -138,9 +113,9 @@ def assert_trained_as(module: nn.Module, loss: Callable[[nn.Module], Tensor]) ->
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_steps_are_those_of_single_sequences_however_they_are_split_and_packed(name: str) -> None:
-    options, by_hand, parts = LOSSES[name]
-    examples = pairs_of(5, seed=3, parts=parts)
-    model, value = trained(lambda model: by_hand(model, examples))
+    options = LOSSES[name]
+    examples = pairs_of(5, seed=3, parts=options.num_sequences)
+    model, value = trained(lambda model: by_hand(model, examples, options))
     splits = {1: [5], 2: [2, 3], 3: [1, 3, 1]}
     for number, sizes in splits.items():
         starts = [sum(sizes[:index]) for index in range(number)]
@@ -153,30 +128,24 @@ def test_steps_are_those_of_single_sequences_however_they_are_split_and_packed(n
         assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(value, rel=1e-5)
 
 
-def kto_by_hand(model: nn.Module, items: Sequences, labels: list[bool], mismatched: Sequences) -> Tensor:
-    reference = other_llama()
-    kl = (sums(model, mismatched) - sums(reference, mismatched)).mean().detach().clamp(min=0)
-    ratios = sums(model, items) - sums(reference, items)
-    losses = [
-        1.5 * (1 - torch.sigmoid(BETA * (ratio - kl))) if label else 0.5 * (1 - torch.sigmoid(BETA * (kl - ratio)))
-        for ratio, label in zip(ratios, labels, strict=True)
-    ]
-    return torch.stack(losses).mean()
-
-
 def test_kto_weights_classes_and_subtracts_the_divergence_of_mismatched_pairs() -> None:
-    items, labels = sequences(4, seed=1), [True, False, False, True]
+    items, labels = sequences(4, seed=1), torch.tensor([True, False, False, True])
     mismatched = [
         (torch.cat((ids[:prompt], other[start:])), prompt)
         for (ids, prompt), (other, start) in zip(items, [items[-1], *items[:-1]], strict=True)
     ]
-    batch = padded(items) | padded(mismatched, prefix="KL_") | {"label": torch.tensor(labels)}
-    module = Module(KTOOptions(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
+    batch = padded(items) | padded(mismatched, prefix="KL_") | {"label": labels}
+    options = KTOOptions(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5)
+    module = Module(options)
     logged = metrics_of(fit(module, [batch]))
-    value = assert_trained_as(module.model, lambda model: kto_by_hand(model, items, labels, mismatched))
-    ratios = (sums(tiny_llama(), items) - sums(other_llama(), items)).detach()
-    chosen, rejected = BETA * ratios[[0, 3]].mean(), BETA * ratios[[1, 2]].mean()
     kl = (sums(tiny_llama(), mismatched) - sums(other_llama(), mismatched)).mean().detach().clamp(min=0)
+    reference = sums(other_llama(), items)
+    value = assert_trained_as(
+        module.model,
+        lambda model: kto_loss(sums(model, items), reference, labels, options, baseline=kl)[0].mean(),
+    )
+    ratios = (sums(tiny_llama(), items) - reference).detach()
+    chosen, rejected = BETA * ratios[labels].mean(), BETA * ratios[~labels].mean()
     names = ("loss", "rewards/chosen", "rewards/margins", "kl")
     expected = list(map(float, (value, chosen, chosen - rejected, kl)))
     assert [logged[f"train_{name}"] for name in names] == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -248,7 +217,7 @@ def test_reference_is_frozen_not_saved_and_made_again(tmp_path: Path) -> None:
 
 
 def test_stored_columns_replace_the_reference() -> None:
-    options, by_hand, _ = LOSSES["dpo_and_sft"]
+    options = LOSSES["dpo_and_sft"]
     examples = pairs_of(3, seed=4)
     reference = other_llama()
     columns = {
@@ -258,7 +227,7 @@ def test_stored_columns_replace_the_reference() -> None:
     for kind in ("auto", "columns"):
         module = Module(options, with_reference=False, reference=kind)
         fit(module, [collated(examples) | columns])
-        assert_trained_as(module.model, lambda model: by_hand(model, examples))
+        assert_trained_as(module.model, lambda model: by_hand(model, examples, options))
     for value in (float("nan"), -float("inf")):
         wrong = columns | {"ref_rejected_logps": torch.tensor([0.0, value, 0.0])}
         with pytest.raises(ValueError, match=rf"'ref_rejected_logps'\] must be finite .*, got \[{value}\]"):
@@ -289,7 +258,7 @@ def test_adapters_off_are_the_reference() -> None:
 
 
 def test_reference_is_computed_once_and_kept_for_the_same_weights(tmp_path: Path) -> None:
-    options, by_hand, _ = LOSSES["dpo_and_sft"]
+    options = LOSSES["dpo_and_sft"]
     examples = pairs_of(5, seed=3)
     data = [collated(examples[:2]), collated(examples[2:])]
     calls: list[bool] = []
@@ -306,7 +275,7 @@ def test_reference_is_computed_once_and_kept_for_the_same_weights(tmp_path: Path
 
     module = run(data)
     assert len(calls) == 2  # the validation data have the same sequences
-    assert_trained_as(module.model, lambda model: by_hand(model, examples))
+    assert_trained_as(module.model, lambda model: by_hand(model, examples, options))
     assert len(list(tmp_path.iterdir())) == 1
     module = run([packed([e[part] for part in range(2) for e in examples])])  # in another form, with padding elsewhere
     assert calls == []

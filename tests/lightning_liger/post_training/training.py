@@ -8,23 +8,37 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.lightning_liger.tiny import quiet_trainer
+from lightning_liger import LigerLMMixin
+from tests.lightning_liger.tiny import quiet_trainer, tiny_llama
 
 
 class Recorded(L.LightningModule):
-    """Plain SGD, so that one step shows the gradients; notes what is logged after each batch in ``steps``."""
+    """Plain SGD, so that one step shows the gradients; notes what is logged after each batch in ``steps``.
+
+    Arguments are attributes.
+    """
 
     learning_rate = 0.1
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
         self.steps: list[dict[str, float]] = []
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=self.learning_rate)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps.append(metrics_of(self.trainer))
+
+
+class LM(LigerLMMixin, Recorded):
+    """Around a tiny Llama, or another model."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = tiny_llama() if model is None else model
 
 
 def metrics_of(trainer: L.Trainer) -> dict[str, float]:

@@ -14,8 +14,8 @@ import torch
 
 from lightning_liger import LigerCausalLM, LigerLMMixin
 from tests.bad_inputs import row
+from tests.lightning_liger.post_training.training import LM
 from tests.lightning_liger.tiny import TINY_CONFIG, VOCAB_SIZE, tiny_batch
-from tests.lightning_liger.training.logging_lm import LoggingLM
 
 TOKENS, LABELS = tiny_batch()["input_ids"], tiny_batch()["labels"]
 SHAPE, LOGITS = str(tuple(TOKENS.shape)), torch.randn(2, 11, VOCAB_SIZE)
@@ -28,8 +28,8 @@ def with_one(tensor: torch.Tensor, value: int) -> torch.Tensor:
 
 
 @functools.cache
-def module() -> LoggingLM:
-    return LoggingLM()
+def module() -> LM:
+    return LM()
 
 
 @functools.cache
@@ -81,9 +81,11 @@ BATCHES: list[tuple[Any, ...]] = [
     ({"inputs_embeds": torch.ones(2, 11, 32)}, "input_ids", "inputs_embeds"),
     ({"attention_mask": TOKENS[:, 1:]}, "batch['attention_mask']", SHAPE, "(2, 10)"),
     ({"position_ids": TOKENS[:, 1:]}, "batch['position_ids']", SHAPE, "(2, 10)"),
+    ({"attention_mask": with_one(torch.ones_like(TOKENS), 0), "position_ids": torch.arange(11)[None] % 8},
+     "batch['attention_mask']", "0 only where no token"),
     ({"atention_mask": TOKENS}, "'atention_mask'", "unknown", "did you mean 'attention_mask'"),
     ({3: TOKENS}, "unknown key 3", "LlamaForCausalLM"),
-]
+]  # fmt: skip
 # Changes of right arguments of lm_loss, and what messages say.
 LOSSES: list[tuple[Any, ...]] = [
     ({"logits": [1.0]}, "logits", "floating-point tensor", "[1.0]"),
@@ -134,7 +136,5 @@ BAD_INPUTS = [
         lambda: type("Wrong", (L.LightningModule, LigerLMMixin), {}),
         *("Wrong", "before LightningModule", "class Wrong(LigerLMMixin, L.LightningModule)"),
     ),
-    row(
-        lambda: type("Wrong", (LoggingLM,), {"loss_normalization": "sum"})(), "loss_normalization", "'tokens'", "'sum'"
-    ),
+    row(lambda: type("Wrong", (LM,), {"loss_normalization": "sum"})(), "loss_normalization", "'tokens'", "'sum'"),
 ]

@@ -7,20 +7,18 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerCausalLM, LigerLMMixin
+from tests.lightning_liger.post_training.training import Recorded, loader
 from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama
 
 REFUSED = r"configure_model must keep self\.model"
+DATA = loader([tiny_batch()])
 
 
-class Unguarded(LigerLMMixin, L.LightningModule):
+class Unguarded(LigerLMMixin, Recorded):
     def configure_model(self) -> None:
         self.model = tiny_llama()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(input_ids=batch["input_ids"]).logits
@@ -41,10 +39,6 @@ class Wrapper(nn.Module):
         return self.whole(input_ids)
 
 
-def loader() -> DataLoader[dict[str, Tensor]]:
-    return DataLoader([tiny_batch()], batch_size=None)
-
-
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
 def test_stage_after_fit_on_a_new_model_is_refused_and_the_trained_one_kept(
@@ -52,41 +46,41 @@ def test_stage_after_fit_on_a_new_model_is_refused_and_the_trained_one_kept(
 ) -> None:
     module = Unguarded()
     callbacks = [LigerCallback()] if patched else []
-    quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks).fit(module, loader())
+    quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks).fit(module, DATA)
     trained = module.model
     with pytest.raises(RuntimeError, match=rf"Unguarded\.{REFUSED}, got a new LlamaForCausalLM"):
-        getattr(quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks), stage)(module, loader())
+        getattr(quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks), stage)(module, DATA)
     assert module.model is trained
 
 
 def test_weights_of_a_checkpoint_may_go_into_a_new_model(tmp_path: Path) -> None:
     module, trainer = Unguarded(), quiet_trainer(max_epochs=1, default_root_dir=tmp_path)
-    trainer.fit(module, loader())
+    trainer.fit(module, DATA)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     weight = module.model.lm_head.weight.detach().clone()
-    trainer.validate(module, loader(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    trainer.validate(module, DATA, ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert torch.equal(module.model.lm_head.weight, weight)
 
 
 def test_models_that_their_user_swaps_are_no_mistake(tmp_path: Path) -> None:
     module, trainer = Guarded(), quiet_trainer(max_epochs=1, default_root_dir=tmp_path)
-    trainer.fit(module, loader())
+    trainer.fit(module, DATA)
     module.model = other = tiny_llama()
-    trainer.validate(module, loader(), verbose=False)
+    trainer.validate(module, DATA, verbose=False)
     assert module.model is other
     module.model = None
-    trainer.fit(module, loader())
+    trainer.fit(module, DATA)
     unguarded = Unguarded()
-    trainer.fit(unguarded, loader())
+    trainer.fit(unguarded, DATA)
     unguarded.model = None  # a fresh start is what its user wants
-    trainer.fit(unguarded, loader())
+    trainer.fit(unguarded, DATA)
 
 
 def test_model_may_be_wrapped_later(tmp_path: Path) -> None:
     module, trainer = Guarded(), quiet_trainer(max_epochs=1, default_root_dir=tmp_path)
-    trainer.fit(module, loader())
+    trainer.fit(module, DATA)
     module.configure_model = lambda: setattr(module, "model", Wrapper(module.model))
-    trainer.validate(module, loader(), verbose=False)
+    trainer.validate(module, DATA, verbose=False)
     assert isinstance(module.model, Wrapper)
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from lightning_liger import LigerCallback, apply_liger_kernels
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.architectures import tiny_causal_lm
-from tests.lightning_liger.tiny import quiet_trainer, tiny_batch, tiny_llama, tiny_model
-from tests.lightning_liger.training.logging_lm import LoggingLM
+from tests.lightning_liger.patching.rules.comparing import assert_same_gradients
+from tests.lightning_liger.post_training.training import LM, assert_same_parameters, fit, metrics_of
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
 
 COEFFICIENT = 0.7
 
@@ -27,19 +27,9 @@ def tiny_mixtral(**overrides: Any) -> PreTrainedModel:
     )
 
 
-class LM(LoggingLM):
-    def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__(tiny_mixtral() if model is None else model)
-
-
 def num_with_more(module: LM, stage: str) -> bool:
     """Whether losses that the model adds were seen."""
     return bool(module.step_metrics[f"{stage}_metrics"]["aux_loss"].parts[1] > 0)
-
-
-def assert_same_gradients(model: nn.Module, other: nn.Module, rtol: float = 1e-5) -> None:
-    for (name, got), want in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, rtol=rtol, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
@@ -56,19 +46,11 @@ def test_loss_and_gradients_of_one_batch_are_those_of_the_stock_model(architectu
     got = module.training_step(batch, 0)
     got.backward()
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-    assert_same_gradients(module.model, stock, rtol=1e-4)
-    assert num_with_more(module, "train") == (architecture != "llama")
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_router_loss_is_seen_without_gradients(context: Any) -> None:
-    module, llama = LM(), LM(tiny_llama())
-    with context():
-        want = module.model(**tiny_batch()).loss
-        torch.testing.assert_close(module.validation_step(tiny_batch(), 0), want)
-        llama.validation_step(tiny_batch(), 0)
-    assert num_with_more(module, "val")
-    assert not num_with_more(llama, "val")
+    assert_same_gradients(stock, module.model)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(module.validation_step(batch, 0), got.detach())
+    assert num_with_more(module, "train") == num_with_more(module, "val") == (architecture != "llama")
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
@@ -82,7 +64,7 @@ def test_router_loss_of_a_compiled_model_is_seen(context: Any) -> None:
 
 
 def test_model_is_left_with_its_own_loss() -> None:
-    module = LM()
+    module = LM(tiny_mixtral())
     want = module.model(**tiny_batch()).loss
     module.training_step(tiny_batch(), 0)
     torch.testing.assert_close(module.model(**tiny_batch()).loss, want)
@@ -98,10 +80,9 @@ def test_model_is_left_with_its_own_loss() -> None:
 
 def test_accumulated_router_losses_are_weighted_by_tokens() -> None:
     """Batches of unequal sizes, with unequal numbers of labels; the last one has none."""
-    module, model = LM(), tiny_mixtral()
+    module, model = LM(tiny_mixtral()), tiny_mixtral()
     batches = [tiny_batch(2, 11, 4, seed=1), tiny_batch(1, 7, 1, seed=2), tiny_batch(1, 9, 9, seed=3)]
-    trainer = quiet_trainer(max_epochs=1, callbacks=[LigerCallback()], accumulate_grad_batches=3)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    trainer = fit(module, batches, strategy="auto", callbacks=[LigerCallback()], accumulate_grad_batches=3)
     outputs = [model(**batch) for batch in batches[:2]]
     counts = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches[:2]])
     shares = counts / counts.sum()
@@ -109,23 +90,22 @@ def test_accumulated_router_losses_are_weighted_by_tokens() -> None:
     router = (COEFFICIENT * torch.stack([output.aux_loss for output in outputs]) * shares).sum()
     total.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for got, want in zip(module.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    assert module.logged[-1] == pytest.approx(total.item(), rel=1e-5)
+    assert_same_parameters(module.model, model, rtol=1e-5, atol=1e-6)
+    metrics = metrics_of(trainer)
+    assert module.steps[-1]["train_loss_step"] == pytest.approx(total.item(), rel=1e-5)
     assert metrics["train_loss"] == pytest.approx(total.item(), rel=1e-5)
     assert metrics["train_aux_loss"] == pytest.approx(router.item(), rel=1e-5)
     assert metrics["train_perplexity"] == pytest.approx((total - router).exp().item(), rel=1e-4)
 
 
 def test_epoch_resumes_with_the_router_losses_so_far() -> None:
-    module, resumed = LM(), LM()
+    module, resumed = LM(tiny_mixtral()), LM(tiny_mixtral())
     for seed in (1, 2):
         module.training_step(tiny_batch(seed=seed), 0)
     resumed.load_rank_state_dict(module.rank_state_dict())
     for name, metric in module.step_metrics["train_metrics"].items():
         torch.testing.assert_close(resumed.step_metrics["train_metrics"][name].compute(), metric.compute())
-    LM().load_rank_state_dict({"train_metrics": torch.ones(3, 2)})  # of version 0.1.0
+    LM(tiny_mixtral()).load_rank_state_dict({"train_metrics": torch.ones(3, 2)})  # of version 0.1.0
 
 
 class OwnLoss(nn.Module):

@@ -104,21 +104,19 @@ def test_tied_weights_are_untied_by_the_export_only_if_one_has_adapters(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_yaml_trains_adapters_and_the_export_takes_them_from_the_checkpoint(tmp_path: Path) -> None:
+def test_command_exports_the_adapters_of_the_checkpoint(tmp_path: Path) -> None:
+    """Also where its settings have none."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 1000)
-    arguments = [
-        f"--config={TINY_YAML}", f"--trainer.default_root_dir={tmp_path}", f"--data.path={text}",
-        f"--data.cache_dir={tmp_path / 'cache'}", "--data.vocab_size=300", "--data.block_size=32",
-        "--data.batch_size=2", "--model.config=" + json.dumps(TINY_CONFIG | {"vocab_size": 300}),
-    ]  # fmt: skip
-    saving = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path), "save_last": True}}
-    limits = ["--trainer.max_steps=1", "--trainer.val_check_interval=1", "--trainer.limit_val_batches=0"]
-    on_one_cpu = ["--trainer.accelerator=cpu", "--trainer.devices=1", f"--trainer.callbacks={json.dumps([saving])}"]
-    main(["fit", *arguments, *limits, *on_one_cpu, f"--model.lora={json.dumps(LORA)}"])
-    main(["export", *arguments, f"--ckpt_path={tmp_path / 'last.ckpt'}", f"--output={tmp_path / 'out'}"])
+    config = TINY_CONFIG | {"vocab_size": 300}
+    checkpoint = fit(LigerCausalLM(**settings(None, config=config)), tmp_path, 1)
+    main([
+        "export", f"--config={TINY_YAML}", f"--data.path={text}", f"--data.cache_dir={tmp_path / 'cache'}",
+        "--data.vocab_size=300", "--data.block_size=32", f"--model.config={json.dumps(config)}",
+        f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'out'}",
+    ])  # fmt: skip
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
     prefix = "model.base_model.model."
     factors = (saved[f"{prefix}lm_head.lora_{part}.default.weight"] for part in "BA")
     expected = saved[f"{prefix}lm_head.base_layer.weight"] + 16 / 2 * torch.mm(*factors)

@@ -3,11 +3,9 @@
 import copy
 import random
 
-import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -19,7 +17,8 @@ from transformers import (
 
 from lightning_liger import LigerLMMixin
 from lightning_liger.post_training.preference import LigerPreferenceMixin
-from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer
+from tests.lightning_liger.post_training.training import LM, Recorded, assert_same_parameters, fit
+from tests.lightning_liger.tiny import TINY_CONFIG
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 BERT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
@@ -43,15 +42,6 @@ def make_model(kind: str) -> PreTrainedModel:
     return cls.from_config(AutoConfig.for_model(model_type, **settings))
 
 
-class LM(LigerLMMixin, L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model.eval()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
 def batches(model: PreTrainedModel, rng: random.Random) -> list[dict[str, Tensor]]:
     num_labels = model.config.num_labels if "Classification" in type(model).__name__ else 61
     found = []
@@ -71,15 +61,13 @@ def test_step_is_that_of_the_models_own_loss_over_all_labels(kind: str) -> None:
     for seed in range(4):
         model = make_model(kind)
         own, data = copy.deepcopy(model).eval(), batches(model, random.Random(seed))
-        trainer = quiet_trainer(strategy="liger", max_steps=1, accumulate_grad_batches=2)
-        trainer.fit(LM(model), DataLoader(data, batch_size=None), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+        trainer = fit(LM(model.eval()), data, data, accumulate_grad_batches=2)
         counts = [(batch["labels"] != -100).sum() for batch in data]
         loss = sum(own(**batch).loss * count for batch, count in zip(data, counts, strict=True)) / sum(counts)
         loss.backward()
-        torch.optim.SGD(own.parameters(), lr=0.5).step()
+        torch.optim.SGD(own.parameters(), lr=0.1).step()
         assert trainer.callback_metrics["train_loss_step"].item() == pytest.approx(loss.item(), rel=1e-5)
-        for got, want in zip(model.parameters(), own.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+        assert_same_parameters(model, own, rtol=1e-4, atol=1e-6)
         with torch.no_grad():
             after = sum(own(**batch).loss * count for batch, count in zip(data, counts, strict=True)) / sum(counts)
         assert trainer.callback_metrics["val_loss"].item() == pytest.approx(after.item(), rel=1e-4)
@@ -87,11 +75,7 @@ def test_step_is_that_of_the_models_own_loss_over_all_labels(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "base"), [("llama sequences", LigerLMMixin), ("bert", LigerPreferenceMixin)])
 def test_steps_with_another_meaning_of_labels_are_refused(kind: str, base: type) -> None:
-    class Module(base, L.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.ref_model = make_model(kind), make_model(kind).requires_grad_(False)
-
+    module = type("Module", (base, Recorded), {})(model=make_model(kind), ref_model=make_model(kind))
     batch = {key: torch.ones(2, 4, dtype=torch.int64) for key in ("input_ids", "attention_mask", "completion_mask")}
-    with pytest.raises(ValueError, match=f"cannot train on the labels of {type(make_model(kind)).__name__}"):
-        Module().training_step(batch, 0)
+    with pytest.raises(ValueError, match=f"cannot train on the labels of {type(module.model).__name__}"):
+        module.training_step(batch, 0)

@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerCallback, LigerLMMixin, apply_liger_kernels
+from lightning_liger import LigerCallback, LigerLMMixin
 from lightning_liger.host_copy import HostCopy
-from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, quiet_trainer, tiny_batch, tiny_llama
+from tests.lightning_liger.tiny import quiet_trainer, tiny_batch, tiny_llama
 
 Batch = dict[str, Tensor]
 
@@ -85,26 +85,6 @@ def test_default_step_logs_metrics_over_all_tokens_of_the_epoch(stage: str, patc
         num_batches = len(batches(all_ignored)) * (2 if stage == "train" else 1)
         num_sanity_checks = 2 if stage == "train" else 0
         assert (ledger.num_losses, ledger.num_materialized) == (num_batches + num_sanity_checks, 0)
-
-
-@pytest.mark.parametrize("step", ["training_step", "validation_step", "test_step"])
-@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_no_step_of_a_patched_model_makes_a_tensor_of_the_logits_size(
-    step: str, patched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = LM()
-    module.configure_model()
-    if patched:
-        apply_liger_kernels(module)
-    batch = tiny_batch(batch_size=8, seq_len=16)
-    logits_size = batch["labels"].numel() * VOCAB_SIZE
-    sizes = TensorSizes(monkeypatch)
-    with sizes, torch.set_grad_enabled(step == "training_step"):
-        loss = getattr(module, step)(batch, 0)
-        if step == "training_step":
-            loss.backward()
-    assert (sizes.largest < logits_size) == patched
-    assert (sizes.largest_in_loss > 0) == patched
 
 
 def test_compiled_module_trains_and_logs_as_it_does_without() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.architectures import tiny_causal_lm
-from tests.lightning_liger.training.logging_lm import LoggingLM
+from tests.lightning_liger.post_training.training import LM
 
 
 def random_rows(seed: int, vocab_size: int) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -46,7 +46,7 @@ def test_loss_and_gradients_are_those_of_separate_rows(architecture: str) -> Non
     model = tiny_causal_lm(architecture)
     for seed in range(15):
         batch, documents = random_rows(seed, model.config.vocab_size)
-        packed, separate = LoggingLM(model), LoggingLM(copy.deepcopy(model))
+        packed, separate = LM(model), LM(copy.deepcopy(model))
         packed.zero_grad()
         kept = batch | {"attention_mask": batch["attention_mask"].clone()}
         loss = packed.training_step(batch, 0)
@@ -66,20 +66,9 @@ def test_loss_and_gradients_are_those_of_separate_rows(architecture: str) -> Non
             torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_mask_within_a_packed_document_is_refused() -> None:
-    model = LanguageModel(tiny_causal_lm("llama"))
-    inputs = {
-        "input_ids": torch.ones(2, 6, dtype=torch.int64),
-        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]),
-        "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6]),
-    }
-    with pytest.raises(ValueError, match=r"batch\['attention_mask'\] must be 0 only where no token"):
-        model(inputs, inputs["input_ids"])
-
-
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [1, 1, 0, 1, 2]], ids=["counted", "of tokens"])
 def test_mask_of_padding_on_the_left_stays(positions: list[int]) -> None:
-    model = LoggingLM(tiny_causal_lm("llama"))
+    model = LM(tiny_causal_lm("llama"))
     ids, position_ids = torch.arange(5)[None] + 3, torch.tensor([positions])
     padded = {"input_ids": ids, "position_ids": position_ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
     labels = ids.masked_fill(torch.arange(5) < 3, -100)  # no token is predicted from padding

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerLMMixin
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
+from tests.lightning_liger.example_losses import targets_of
 from tests.lightning_liger.tiny import quiet_trainer
 
 VOCAB_SIZE = 5
@@ -110,14 +111,6 @@ class Bigrams(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Output:
         return Output(self.lm_head(self.embedding(input_ids)))
-
-
-def targets_of(batch: dict[str, Tensor]) -> Tensor:
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    if "position_ids" in batch:
-        starts = F.pad(batch["position_ids"][:, 1:].eq(0), (0, 1), value=True)
-        targets = targets.masked_fill(starts, -100)
-    return targets
 
 
 def units_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> list[tuple[Tensor, Tensor]]:

@@ -258,19 +258,10 @@ def test_what_is_no_gated_mlp_is_not_reported(make: Callable[[], nn.Module]) -> 
     assert not isinstance(module, Patched)
 
 
-class Sharp(nn.Module):
-    """Silu, if it is as sharp; it does not print that."""
-
-    def __init__(self, sharpness: float) -> None:
-        super().__init__()
-        self.sharpness = sharpness
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.sharpness * x)
-
-
 def test_instance_whose_child_has_other_settings_is_judged_by_itself() -> None:
-    model = nn.ModuleList(mlp(activation=Sharp(sharpness)) for sharpness in (1.0, 1.7, 1.0))
+    """An activation that is silu if it is as sharp, and does not print that."""
+    silu = partial(written, lambda m, x: x * torch.sigmoid(m.sharpness * x), "Sharp")
+    model = nn.ModuleList(mlp(activation=silu(sharpness=sharpness)) for sharpness in (1.0, 1.7, 1.0))
     model[1].__class__ = model[2].__class__ = type(model[0])
     apply_liger_kernels(model)
     assert [isinstance(each, Patched) for each in model] == [True, False, True]
@@ -293,11 +284,6 @@ def experts(kind: Any, config_class: Any, implementation: str = "batched_mm", **
     return fill(kind(config))
 
 
-def routing(num_tokens: int) -> tuple[Tensor, Tensor]:
-    weights, index = torch.rand(num_tokens, NUM_EXPERTS).topk(2)
-    return index, weights
-
-
 @pytest.mark.parametrize(
     ("activation", "description"),
     list(zip(("silu", "gelu", "gelu_pytorch_tanh", "relu2"), ACTIVATIONS, strict=True)),
@@ -313,7 +299,8 @@ def test_experts_are_replaced_and_stay_the_same(
     monkeypatch.setattr(module, "_gated_unit", lambda *args, **kwargs: used.append("") or unit(*args, **kwargs))
     twin = assert_replaced(original, f"{description}, packed, between grouped products")
     used.clear()
-    assert_same(original, twin, tokens(9), *routing(9))
+    weights, index = torch.rand(9, NUM_EXPERTS).topk(2)
+    assert_same(original, twin, tokens(9), index, weights)
     assert used
 
 
