@@ -1,4 +1,4 @@
-"""``apply_liger_kernels``: plans every replacement in a model first, then makes them all."""
+"""``apply_liger_kernels``: finds every replacement in a model first, then makes them all."""
 
 import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -100,11 +100,11 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
         raise wrong_type("model", "a torch.nn.Module", model)
     if isinstance(model, torch.jit.ScriptModule):
         raise wrong_type("model", "a torch.nn.Module that TorchScript has not compiled", model)
-    plan = list(_plan(model, chosen))
-    report = PatchReport(_merged(entry for _, entry, _ in plan))
+    found = list(_find_replacements(model, chosen))
+    report = PatchReport(_merged(entry for _, entry, _ in found))
     _check_all_found([name for name, options in _named(kernels).items() if options is not False], report.entries)
     try:
-        for module, _, replacement in plan:
+        for module, _, replacement in found:
             if replacement is not None:
                 report._undo.append(partial(setattr, module, "__class__", type(module)))
                 module.__class__ = replacement.patched_class(type(module))
@@ -133,7 +133,7 @@ def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: P
     )
 
 
-def _plan(
+def _find_replacements(
     model: nn.Module, chosen: Mapping[str, dict[str, Any]]
 ) -> Iterator[tuple[nn.Module, PatchEntry, Replacement | None]]:
     """Each module that a rule recognizes, what the report says of it, and its verified replacement, if it has one."""

@@ -30,7 +30,7 @@ from lightning_liger.post_training.reference import evaluating
 from lightning_liger.post_training.rows import read_tokens
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.training.language_model import LanguageModel
-from lightning_liger.weights.materialize import has_meta_tensors, materialize
+from lightning_liger.weights.meta_device import has_meta_tensors, initialize
 from lightning_liger.weights.pretrained import load_pretrained
 
 _CHUNK_BYTES, _BYTES_PER_LOGIT = 2**29, 16
@@ -69,9 +69,9 @@ def prepare_frozen(
         layers = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
         for unit in (*layers, model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model)
-        materialize(model, device, layers)
+        initialize(model, device, layers)
     elif has_meta_tensors(model):
-        materialize(model, device)
+        initialize(model, device)
     return model.to(device)
 
 

@@ -19,7 +19,7 @@ from lightning_liger.strategies.parts.checkpoints import Checkpoints
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_fabric
 from lightning_liger.strategies.parts.policies import LayerPolicy
-from lightning_liger.weights.materialize import materialize
+from lightning_liger.weights.meta_device import initialize
 
 
 class FabricStrategy(Strategy):
@@ -62,7 +62,7 @@ class FabricStrategy(Strategy):
             precision.convert_module = partial(convert_as_pretrained, precision)
 
     def module_to_device(self, module: Module) -> None:
-        materialize(module, self.root_device)
+        initialize(module, self.root_device)
         super().module_to_device(module)  # type: ignore[safe-super]  # abstract in Lightning's base, not in its engines
 
     def setup_module(self, module: Module) -> Module:

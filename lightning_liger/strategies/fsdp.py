@@ -36,7 +36,7 @@ from lightning_liger.strategies.parts.head_units import check_head_units, detach
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
 from lightning_liger.strategies.trainer import TrainerStrategy
-from lightning_liger.weights.materialize import Materializer, has_meta_tensors
+from lightning_liger.weights.meta_device import Initializer, has_meta_tensors
 
 _ROOT = "liger_fsdp_root"
 
@@ -142,7 +142,7 @@ class _Sharding:
         if layers:
             arguments["auto_wrap_policy"] = ModuleWrapPolicy(layers) if isinstance(layers, set) else layers
         if has_meta_tensors(model) and arguments.get("param_init_fn") is None:
-            arguments["param_init_fn"] = Materializer(model, strategy.root_device)
+            arguments["param_init_fn"] = Initializer(model, strategy.root_device)
         detach_frozen_heads(model)
         wanted = strategy.sharding_strategy
         root = FullyShardedDataParallel(
@@ -214,7 +214,7 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     ) -> None:
         check_policy("auto_wrap_policy", auto_wrap_policy)
         super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
-        self.engine.materializes = True
+        self.engine.initializes_on_meta = True
         self._checkpoints.writes_itself = kwargs.get("state_dict_type", "full") == "sharded"
         self._sharding = _Sharding(self, auto_wrap_policy, sharding_strategy, self.kwargs)
 

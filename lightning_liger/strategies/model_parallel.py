@@ -23,7 +23,7 @@ from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy,
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
 from lightning_liger.strategies.trainer import TrainerStrategy
-from lightning_liger.weights.materialize import has_meta_tensors, materialize
+from lightning_liger.weights.meta_device import has_meta_tensors, initialize
 
 _SETUP_ORDER = (
     "call model = fabric.setup_module(model), then make the optimizer of model.parameters(), then call optimizer ="
@@ -69,11 +69,11 @@ class _Sharding:
     def _layer_classes(self, model: Module) -> tuple[type[Module], ...]:
         return tuple(resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model))
 
-    def materialize(self, model: Module) -> None:
+    def initialize(self, model: Module) -> None:
         """Gives a sharded model that is on the meta device memory and values, one layer or unit at a time."""
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, (FSDPModule, *layers))]
-        materialize(model, self._strategy.root_device, units)
+        initialize(model, self._strategy.root_device, units)
 
 
 def _expose_lazy_logits(model: Module) -> None:
@@ -134,7 +134,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         )
         self._sharding = _Sharding(self, auto_wrap_policy)
         self._checkpoints.writes_itself = kwargs.get("save_distributed_checkpoint", True)
-        self.engine.materializes = True
+        self.engine.initializes_on_meta = True
 
     @override
     def setup_environment(self) -> None:
@@ -147,7 +147,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         if has_meta_tensors(self.model):  # Lightning's set-up would give the model memory before it is sharded
             self.model = self._convert(self.precision_plugin.convert_module, self.model)
             self._shard_children(self.model)
-            self._sharding.materialize(self.model)
+            self._sharding.initialize(self.model)
         module: Any = self.lightning_module
         # Lightning insists on a configure_model that parallelizes; here it need not be there.
         stand_in = {} if is_overridden("configure_model", module) else {"configure_model": lambda: None}
@@ -214,7 +214,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         super().__init__(
             kernels,
             activation_checkpointing_policy=activation_checkpointing_policy,
-            parallelize_fn=self._parallelize_and_materialize,
+            parallelize_fn=self._parallelize_and_initialize,
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
@@ -231,10 +231,10 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         self._sharding.shard(module, [module], mesh)
         return module
 
-    def _parallelize_and_materialize(self, module: Module, mesh: DeviceMesh) -> Module:
+    def _parallelize_and_initialize(self, module: Module, mesh: DeviceMesh) -> Module:
         module = self._parallelize(module, mesh)
         if isinstance(module, Module):  # Lightning refuses anything else
-            self._sharding.materialize(module)
+            self._sharding.initialize(module)
             _expose_lazy_logits(module)
         return module
 

@@ -36,7 +36,7 @@ from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
 from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.strategies.precision import OnNonfiniteGrad, control_gradients, lazy_until_the_end_of, settled
 from lightning_liger.training.protocol import Engine
-from lightning_liger.weights.materialize import materialize
+from lightning_liger.weights.meta_device import initialize
 
 
 class TrainerStrategy(Strategy):
@@ -165,7 +165,7 @@ class TrainerStrategy(Strategy):
 
     def model_to_device(self) -> None:
         if self.model is not None:
-            materialize(self.model, self.root_device)
+            initialize(self.model, self.root_device)
         super().model_to_device()  # type: ignore[safe-super]  # abstract in Lightning's base, not in its engines
 
     # Steps

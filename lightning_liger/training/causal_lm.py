@@ -152,7 +152,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         """A model with the weights of ``pretrained``, or random ones."""
         pretrained, trainer = self._settings.pretrained, self._attached_trainer
         device = torch.get_default_device() if trainer is None else trainer.strategy.root_device
-        if trainer is not None and engine_of(trainer).materializes:
+        if trainer is not None and engine_of(trainer).initializes_on_meta:
             device = self._device_before_sharding
         settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         if self._settings.attn_implementation is not None:

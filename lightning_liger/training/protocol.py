@@ -15,7 +15,7 @@ from lightning_liger.sequences.context_parallel import ContextParallel
 class Engine:
     """What :class:`~lightning_liger.LigerLMMixin` asks a strategy; of one that leaves gradients to the parameters."""
 
-    materializes = False
+    initializes_on_meta = False
     """Whether models may be built on the meta device."""
 
     def __init__(self, strategy: Strategy) -> None:

@@ -37,7 +37,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Loads the weights of a Hugging Face checkpoint folder into ``model``.
 
     Tensors that have memory are loaded at once. Those on the meta device are loaded when a ``liger*`` strategy
-    materializes them, after it sharded the model: each rank then reads its shards only, so the model need not fit into
+    initializes them, after it sharded the model: each rank then reads its shards only, so the model need not fit into
     the memory of one device, nor of the host::
 
         def configure_model(self):

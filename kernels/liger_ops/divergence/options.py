@@ -24,7 +24,7 @@ KINDS = (*DISTRIBUTION_KINDS, "mse", "cosine")
 VOCAB_RULES = ("equal", "common")
 
 KEPT, IGNORED = 0, -1
-"""Labels of tokens that count and of those that do not, as plans of tokens take them."""
+"""Labels of tokens that count and of those that do not, as choices of tokens take them."""
 
 
 class Transform(NamedTuple):

@@ -26,7 +26,7 @@ from lightning_liger import (
 )
 from lightning_liger.weights import pretrained
 from lightning_liger.weights.export import export_pretrained
-from lightning_liger.weights.materialize import materialize
+from lightning_liger.weights.meta_device import initialize
 from tests.lightning_liger.strategies.workers.distributed import (
     HEADS,
     LM,
@@ -242,7 +242,7 @@ def test_random_weights_are_the_same_for_every_engine_and_number_of_ranks(ranks,
     device, results, _ = ranks
     alone = OnMeta(None, HEADS[head])
     alone.configure_model()
-    materialize(alone, torch.device(device))
+    initialize(alone, torch.device(device))
     expected = tensors_of(alone.model)
     for result in results:
         for engine in ENGINES:

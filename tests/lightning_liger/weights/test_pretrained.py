@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lightning_liger import load_pretrained
-from lightning_liger.weights.materialize import has_meta_tensors, materialize
+from lightning_liger.weights.meta_device import has_meta_tensors, initialize
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.strategies.test_meta_device import OnMeta
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -47,7 +47,7 @@ def loaded_on_meta(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Another of its kind, built on the meta device, with the folder's weights."""
     loaded = on_meta(model)
     load_pretrained(loaded, folder)
-    materialize(loaded, CPU)
+    initialize(loaded, CPU)
     return loaded
 
 
@@ -100,7 +100,7 @@ def test_random_weights_have_the_distributions_of_a_model_built_whole(saved):
     torch.manual_seed(1)
     whole = tensors(type(model)._from_config(model.config, dtype=torch.float32, attn_implementation="eager"))
     made = on_meta(model)
-    materialize(made, CPU)
+    initialize(made, CPU)
     for name, tensor in tensors(made).items():
         expected = whole[name].double()
         deviation = expected.std().item() if expected.numel() > 1 else 0.0
@@ -116,7 +116,7 @@ def test_random_weights_follow_the_seed_of_which_one_number_is_drawn():
     def made(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
         model = on_meta(tiny_llama())
-        materialize(model, CPU)
+        initialize(model, CPU)
         after = torch.rand(3)
         torch.manual_seed(seed)
         torch.randint(2**62, (1,))
@@ -180,7 +180,7 @@ def test_module_of_ones_own_is_loaded_by_its_names(tmp_path):
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     load_pretrained(module, tmp_path)
-    materialize(module, CPU)
+    initialize(module, CPU)
     assert_equal(module, expected)
 
 
@@ -214,7 +214,7 @@ def test_tensors_stay_the_same_objects_with_what_was_set_on_them():
     weight = module.weight
     weight.no_decay = True
     module.bias.requires_grad_(False)
-    materialize(module, CPU)
+    initialize(module, CPU)
     assert (module.weight is weight, weight.no_decay, weight.device) == (True, True, CPU)
     assert (weight.requires_grad, module.bias.requires_grad) == (True, False)
 
@@ -233,7 +233,7 @@ def test_own_modules_are_reset_around_and_inside_tensors_that_have_values():
     with torch.device("meta"):
         module = Scaled()
     real = module.real.weight.detach().clone()
-    materialize(module, CPU)
+    initialize(module, CPU)
     assert module.scale.tolist() == [7.0] * 3
     assert torch.equal(module.real.weight, real)
     assert 0 < module.blank.weight.abs().max() <= 3**-0.5
@@ -243,13 +243,13 @@ def test_parameters_that_nothing_initializes_are_named():
     with torch.device("meta"):
         module = nn.ModuleDict({"inner": nn.ParameterList([torch.empty(3)]), "linear": nn.Linear(2, 2)})
     with pytest.raises(TypeError, match=r"of inner \(ParameterList\): expected a method reset_parameters"):
-        materialize(module, CPU)
+        initialize(module, CPU)
     assert module["linear"].weight.is_meta
 
 
 def test_hugging_face_model_that_leaves_a_parameter_out_is_refused():
     with pytest.raises(RuntimeError, match=r"leaves 'bias' of 'lm_head' without initial values"):
-        materialize(on_meta(tiny_causal_lm("reformer")), CPU)
+        initialize(on_meta(tiny_causal_lm("reformer")), CPU)
 
 
 def test_adapters_change_nothing_at_first(llama_folder):
@@ -257,7 +257,7 @@ def test_adapters_change_nothing_at_first(llama_folder):
     model = on_meta(tiny_llama())
     load_pretrained(model, llama_folder)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"]))
-    materialize(model, CPU)
+    initialize(model, CPU)
     assert torch.equal(model(**tiny_batch()).loss, tiny_llama()(**tiny_batch()).loss)
     others = [parameter for name, parameter in model.named_parameters() if "lora_A" in name or "embedding_B" in name]
     assert all(parameter.requires_grad and parameter.std() > 0.05 for parameter in others)
@@ -288,7 +288,7 @@ def test_trainer_gives_a_model_on_meta_its_weights(tmp_path, strategy):
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)], ids=["fsdp", "fsdp and tensor parallel"])
 def test_last_rank_holds_the_parts_that_sharding_a_whole_model_gives_it(llama_folder, monkeypatch, sizes):
-    monkeypatch.setattr("lightning_liger.weights.materialize._seed_of_all_ranks", lambda: 0)
+    monkeypatch.setattr("lightning_liger.weights.meta_device._seed_of_all_ranks", lambda: 0)
     # One rank only: DTensor's caches outlive the process group.
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel"))
@@ -309,8 +309,8 @@ def test_last_rank_holds_the_parts_that_sharding_a_whole_model_gives_it(llama_fo
             load_pretrained(model, llama_folder)
             whole = tiny_llama()
         sharded(model)
-        materialize(model, CPU, [module for module in model.modules() if isinstance(module, FSDPModule)])
-        materialize(whole, CPU)
+        initialize(model, CPU, [module for module in model.modules() if isinstance(module, FSDPModule)])
+        initialize(whole, CPU)
         for name, parameter in sharded(whole).named_parameters():
             found = model.get_parameter(name)
             assert isinstance(found, DTensor)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
-from lightning_liger.weights.materialize import materialize
+from lightning_liger.weights.meta_device import initialize
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
@@ -47,7 +47,7 @@ def test_buffers_are_those_of_from_pretrained_however_the_model_was_made(tmp_pat
         assert {key: found[key].dtype for key in found} == {key: expected[key].dtype for key in expected}
         assert next(each.parameters()).dtype == PRECISIONS[precision]
     if name == "llama":
-        materialize(made_in_it, torch.device("cpu"))
+        initialize(made_in_it, torch.device("cpu"))
         for each in (model, made_in_it):
             assert all(torch.equal(buffer, expected[key]) for key, buffer in each.named_buffers())
 

@@ -1,4 +1,4 @@
-"""Materializing modules on the meta device, one unit at a time, after they were sharded."""
+"""Values for modules on the meta device, one unit at a time, after they were sharded."""
 
 import hashlib
 import math
@@ -21,7 +21,7 @@ def has_meta_tensors(module: nn.Module) -> bool:
     return any(tensor.is_meta for child in module.modules() for _, tensor in _own_tensors(child))
 
 
-def materialize(root: nn.Module, device: torch.device, units: Collection[nn.Module] = ()) -> None:
+def initialize(root: nn.Module, device: torch.device, units: Collection[nn.Module] = ()) -> None:
     """Moves the tensors of ``root`` that are on the meta device to ``device``, with values.
 
     Values are those of :func:`~lightning_liger.load_pretrained`, or random: from the weight initialization of the
@@ -38,13 +38,13 @@ def materialize(root: nn.Module, device: torch.device, units: Collection[nn.Modu
         RuntimeError: For tensors that the Hugging Face model should initialize and does not.
     """
     if has_meta_tensors(root):
-        materializer = Materializer(root, device, units)
-        for unit in [module for module in root.modules() if module in materializer.units][::-1]:
-            materializer(unit)
+        initializer = Initializer(root, device, units)
+        for unit in [module for module in root.modules() if module in initializer.units][::-1]:
+            initializer(unit)
 
 
-class Materializer:
-    """Callable that materializes one unit, for FSDP's ``param_init_fn``; see :func:`materialize`.
+class Initializer:
+    """Callable that initializes one unit, for FSDP's ``param_init_fn``; see :func:`initialize`.
 
     ``root`` is not wrapped yet, and units that FSDP wraps need not be given.
     """
@@ -69,7 +69,7 @@ class Materializer:
 
     @torch.no_grad()
     def __call__(self, unit: nn.Module) -> None:
-        """Materializes ``unit``, except for units inside it, which were materialized before."""
+        """Initializes ``unit``, except for units inside it, which were initialized before."""
         inside = list(unit.modules())
         units = (each for each in inside[1:] if each in self.units or isinstance(each, FullyShardedDataParallel))
         others = {module for each in units for module in each.modules()}
