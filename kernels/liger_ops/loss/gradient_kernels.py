@@ -82,27 +82,27 @@ def gradient_kernel(
         row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
         row_softcap = None if softcap is None else softcap / temperature
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
-    start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+    start, lead = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
     row_ptr, grad_row_ptr = logits_ptr + start, grad_logits_ptr + grad_start
     has_label = kept & (label >= 0) & (label < num_columns)
-    label_z = transform(tl.load(row_ptr - head + label, mask=has_label, other=0.0), row_scale, row_softcap)
-    size = size_of_groups(head, num_columns, GROUP, GROUPED)
+    label_z = transform(tl.load(row_ptr - lead + label, mask=has_label, other=0.0), row_scale, row_softcap)
+    size = size_of_groups(lead, num_columns, GROUP, GROUPED)
     lse_error = tl.load(lse_error_ptr + token)
     exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
     exp_entropy_factor = None
     if entropy_factor is not None:
         exp_entropy_factor = factor_of_exp(entropy_factor, lse, lse_error, HALF)
     if GROUPED == 2:
-        columns, in_row, z = load_edges(row_ptr, head, size, num_columns, row_scale, row_softcap, GROUP)
+        columns, in_row, z = load_edges(row_ptr, lead, size, num_columns, row_scale, row_softcap, GROUP)
     tl.debug_barrier()  # before a warp overwrites what others read
     if GROUPED == 2:
         store_edges(
-            grad_row_ptr, columns, in_row, z, head, class_weight_ptr, label, kept, lse, exp_factor, label_term,
+            grad_row_ptr, columns, in_row, z, lead, class_weight_ptr, label, kept, lse, exp_factor, label_term,
             smoothing_term, exp_entropy_factor, label_smoothing, row_softcap, HALF,
         )  # fmt: skip
     store_groups_gradient(
-        row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor, label_term,
+        row_ptr, grad_row_ptr, lead, size, class_weight_ptr, label, label_z, kept, lse, exp_factor, label_term,
         smoothing_term, exp_entropy_factor, label_smoothing, row_softcap, row_scale, GROUP, GROUPED, BLOCK_SIZE,
         NUM_STAGES,
     )  # fmt: skip

@@ -253,7 +253,7 @@ def _absorb_block(
 @triton.jit
 def _reduce_blocks(
     row_ptr,  # to the first whole group of the row
-    head,  # see start_of_row
+    lead,  # see start_of_row
     size,  # see size_of_groups
     groups,  # [num_groups], places of the first block, as the next
     places,  # [num_groups, GROUP]
@@ -289,14 +289,14 @@ def _reduce_blocks(
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         logits = tl.load(row_ptr + start + places, eviction_policy="evict_last")
         maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
-            transform(logits, logit_scale, softcap), start + places + head, places >= 0, start, class_weight_ptr,
+            transform(logits, logit_scale, softcap), start + places + lead, places >= 0, start, class_weight_ptr,
             maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
             WITH_SQUARES,
         )  # fmt: skip
     if kept & (full_size < size):
         maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
             tl.where(rest_mask, transform(rest, logit_scale, softcap), -float("inf")),
-            full_size + places + head, rest_mask, full_size, class_weight_ptr,
+            full_size + places + lead, rest_mask, full_size, class_weight_ptr,
             maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
             WITH_SQUARES,
         )  # fmt: skip
@@ -317,7 +317,7 @@ def _reduce_blocks(
         best_places = best_starts[:, None] + places
         mask = kept & (best_places < size) & (maxima == maximum)[:, None]
         z = transform(tl.load(row_ptr + best_places, mask=mask, other=0.0), logit_scale, softcap)
-        candidates = tl.where(mask & (z == maximum), best_places + head, vocab_size - 1)
+        candidates = tl.where(mask & (z == maximum), best_places + lead, vocab_size - 1)
         prediction = tl.min(tl.min(candidates, axis=1), axis=0)
     if edge_z is not None:
         normalizer, weighted_sum, expected_excess, squares, prediction = _add_edges(
@@ -392,9 +392,9 @@ def loss_kernel(
         label = tl.load(labels_ptr + token)
         kept = label != ignore_index
         in_range = (label >= 0) & (label < vocab_size)
-        start, head = start_of_row(row, logits_row_stride, GROUP, GROUPED)
+        start, lead = start_of_row(row, logits_row_stride, GROUP, GROUPED)
         row_ptr = logits_ptr + start
-        size = size_of_groups(head, vocab_size, GROUP, GROUPED)
+        size = size_of_groups(lead, vocab_size, GROUP, GROUPED)
         if WHOLE_ROW:
             # An ignored row is read too: a load that waited for its label could not run ahead of the loop.
             in_row = before(size, groups, places, GROUPED)
@@ -406,11 +406,11 @@ def loss_kernel(
             row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
             row_softcap = None if softcap is None else softcap / temperature
         # Read before the first barrier below: afterward another warp may already have overwritten them.
-        label_z = transform(tl.load(row_ptr - head + label, mask=in_range, other=0.0), row_scale, row_softcap)
+        label_z = transform(tl.load(row_ptr - lead + label, mask=in_range, other=0.0), row_scale, row_softcap)
         edge_columns, edge_in_row, edge_z = None, None, None
         if GROUPED == 2:
             edge_columns, edge_in_row, edge_z = load_edges(
-                row_ptr, head, size, vocab_size, row_scale, row_softcap, GROUP
+                row_ptr, lead, size, vocab_size, row_scale, row_softcap, GROUP
             )
         label_weight, class_weight_sum, token_weight = load_weights(
             class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size
@@ -419,12 +419,12 @@ def loss_kernel(
             (
                 z, numerator, maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction,
             ) = _reduce_row(
-                transform(logits, row_scale, row_softcap), places + head, in_row, edge_columns, edge_in_row, edge_z,
+                transform(logits, row_scale, row_softcap), places + lead, in_row, edge_columns, edge_in_row, edge_z,
                 class_weight_ptr, vocab_size, HALF, EVEN, WITH_SUM, WITH_STATS, WITH_SQUARES,
             )  # fmt: skip
         else:
             maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction = _reduce_blocks(
-                row_ptr, head, size, groups, places, edge_columns, edge_in_row, edge_z, kept, class_weight_ptr,
+                row_ptr, lead, size, groups, places, edge_columns, edge_in_row, edge_z, kept, class_weight_ptr,
                 vocab_size, row_softcap, row_scale, HALF, WITH_SUM, WITH_STATS, WITH_SQUARES, GROUP, GROUPED,
                 BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
@@ -444,10 +444,10 @@ def loss_kernel(
             grad_row_ptr = grad_logits_ptr + grad_start
             if WHOLE_ROW:
                 # One multiplication where comparing each column with the label would take two instructions.
-                is_label_group = (numbers == (label - head) // GROUP).to(tl.float32)
-                lane_terms = tl.where(lanes == (label - head) % GROUP, label_term, 0.0)
+                is_label_group = (numbers == (label - lead) // GROUP).to(tl.float32)
+                lane_terms = tl.where(lanes == (label - lead) % GROUP, label_term, 0.0)
                 grad = gradient(
-                    numerator, z, places + head, in_row, class_weight_ptr, probability_factor / normalizer,
+                    numerator, z, places + lead, in_row, class_weight_ptr, probability_factor / normalizer,
                     is_label_group[:, None] * lane_terms[None, :], smoothing_term, None, 0.0, label_smoothing,
                     row_softcap,
                 )  # fmt: skip
@@ -458,12 +458,12 @@ def loss_kernel(
                     tl.store(grad_row_ptr + places, grad, mask=in_row)
             else:
                 store_groups_gradient(
-                    row_ptr, grad_row_ptr, head, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
+                    row_ptr, grad_row_ptr, lead, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
                     label_term, smoothing_term, None, label_smoothing, row_softcap, row_scale, GROUP,
                     GROUPED, BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip
             if GROUPED == 2:
                 store_edges(
-                    grad_row_ptr, edge_columns, edge_in_row, edge_z, head, class_weight_ptr, label, kept, lse,
+                    grad_row_ptr, edge_columns, edge_in_row, edge_z, lead, class_weight_ptr, label, kept, lse,
                     exp_factor, label_term, smoothing_term, None, label_smoothing, row_softcap, HALF,
                 )  # fmt: skip

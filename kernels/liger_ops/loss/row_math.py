@@ -1,7 +1,7 @@
 """Arithmetic of one row of logits that the loss and gradient kernels share.
 
 A thread reads and writes a group of GROUP columns at once, which only works where groups start at multiples of their
-size. In rows that start or end elsewhere, as those of an odd vocabulary do, ``head`` columns precede the first whole
+size. In rows that start or end elsewhere, as those of an odd vocabulary do, ``lead`` columns precede the first whole
 group and some follow the last. These edges, fewer than two groups, are a vector of their own: every thread holds it, so
 blocks of whole groups need no mask within a group.
 """
@@ -32,27 +32,27 @@ def transform(logits, logit_scale, softcap):
 
 @triton.jit
 def start_of_row(row, row_stride, GROUP: tl.constexpr, GROUPED: tl.constexpr):
-    """Where a row's first whole group starts, and how many of its columns (``head``) precede that.
+    """Where a row's first whole group starts, and how many of its columns (``lead``) precede that.
 
     GROUPED is 0 if groups cannot be read at once, 1 if every row starts and ends at a group, 2 if rows have edges.
     """
     start = row * row_stride
-    head = 0
+    lead = 0
     if GROUPED == 1:
         start = start // GROUP * GROUP  # which is what it is, but says so
     if GROUPED == 2:
         first_group = (start + GROUP - 1) // GROUP * GROUP
-        head = (first_group - start).to(tl.int32)
+        lead = (first_group - start).to(tl.int32)
         start = first_group
-    return start, head
+    return start, lead
 
 
 @triton.jit
-def size_of_groups(head, vocab_size, GROUP: tl.constexpr, GROUPED: tl.constexpr):
+def size_of_groups(lead, vocab_size, GROUP: tl.constexpr, GROUPED: tl.constexpr):
     """How many columns are in whole groups; all of them where there are no edges."""
     size = vocab_size
     if GROUPED > 0:
-        size = tl.maximum(vocab_size - head, 0) // GROUP * GROUP
+        size = tl.maximum(vocab_size - lead, 0) // GROUP * GROUP
     return size
 
 
@@ -66,19 +66,19 @@ def before(end, groups, places, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def load_edges(row_ptr, head, size, vocab_size, logit_scale, softcap, GROUP: tl.constexpr):
+def load_edges(row_ptr, lead, size, vocab_size, logit_scale, softcap, GROUP: tl.constexpr):
     """The columns of a row's edges, ``[2 * GROUP]``, which of them exist, and their z (-inf elsewhere).
 
     Args:
         row_ptr: To the first whole group.
-        head: See :func:`start_of_row`.
+        lead: See :func:`start_of_row`.
         size: See :func:`size_of_groups`.
     """
     lanes = tl.arange(0, 2 * GROUP)
-    is_head = lanes < GROUP
-    columns = tl.where(is_head, lanes, head + size + lanes - GROUP)
-    in_row = (columns < vocab_size) & tl.where(is_head, lanes < head, True)
-    z = transform(tl.load(row_ptr + columns - head, mask=in_row, other=0.0), logit_scale, softcap)
+    is_lead = lanes < GROUP
+    columns = tl.where(is_lead, lanes, lead + size + lanes - GROUP)
+    in_row = (columns < vocab_size) & tl.where(is_lead, lanes < lead, True)
+    z = transform(tl.load(row_ptr + columns - lead, mask=in_row, other=0.0), logit_scale, softcap)
     return columns, in_row, tl.where(in_row, z, -float("inf"))
 
 
@@ -220,7 +220,7 @@ def store_edges(
     columns,  # see load_edges, as the next two
     in_row,
     z,
-    head,
+    lead,
     class_weight_ptr,
     label,
     kept,
@@ -239,14 +239,14 @@ def store_edges(
         tl.where(columns == label, label_term, 0.0), smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
     )  # fmt: skip
     grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
-    tl.store(grad_row_ptr + columns - head, grad, mask=in_row)
+    tl.store(grad_row_ptr + columns - lead, grad, mask=in_row)
 
 
 @triton.jit
 def store_groups_gradient(
     logits_row_ptr,  # to the first whole group, as the next
     grad_row_ptr,  # may be logits_row_ptr
-    head,  # see start_of_row
+    lead,  # see start_of_row
     size,  # see size_of_groups
     class_weight_ptr,
     label,
@@ -278,7 +278,7 @@ def store_groups_gradient(
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         z = transform(tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), logit_scale, softcap)
         grad = gradient(
-            shifted_exp(z, exponent, HALF), z, start + places + head, places >= 0, class_weight_ptr, exp_factor,
+            shifted_exp(z, exponent, HALF), z, start + places + lead, places >= 0, class_weight_ptr, exp_factor,
             0.0, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
         )  # fmt: skip
         tl.store(grad_row_ptr + start + places, grad.to(dtype), eviction_policy="evict_first")
@@ -288,16 +288,16 @@ def store_groups_gradient(
     if full_size < size:
         z = transform(rest, logit_scale, softcap)
         grad = gradient(
-            shifted_exp(z, exponent, HALF), z, full_size + places + head, rest_mask, class_weight_ptr, exp_factor,
+            shifted_exp(z, exponent, HALF), z, full_size + places + lead, rest_mask, class_weight_ptr, exp_factor,
             0.0, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
         )  # fmt: skip
         grad = tl.where(kept, grad, 0.0).to(dtype)
         tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask, eviction_policy="evict_first")
     # The label's entry is overwritten, which is cheaper than a comparison in every column.
-    has_label = kept & (label >= head) & (label < head + size)
+    has_label = kept & (label >= lead) & (label < lead + size)
     tl.debug_barrier()  # after the stores of every warp
     grad = gradient(
         shifted_exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr, exp_factor, label_term,
         smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
     )  # fmt: skip
-    tl.store(grad_row_ptr - head + label, grad.to(dtype), mask=has_label)
+    tl.store(grad_row_ptr - lead + label, grad.to(dtype), mask=has_label)
