@@ -207,21 +207,3 @@ def test_checkpoint_of_a_module_made_in_python_is_used_with_a_warning(trained, t
         main(["export", *arguments, f"--output={tmp_path / 'exported'}"])
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
-
-
-@pytest.mark.parametrize("num_bytes", [0, 10, 5000])
-def test_incomplete_checkpoint_is_named(trained, capsys, num_bytes):
-    checkpoint, arguments = trained
-    checkpoint.write_bytes(checkpoint.read_bytes()[:num_bytes])
-    others = [("predict", "--data.prompt=a"), ("export", "--output=folder"), ("fit",), ("validate",), ("test",)]
-    for subcommand, *options in others:
-        message = refused(capsys, subcommand, *arguments, *options)
-        assert str(checkpoint) in message
-        assert "incomplete" in message
-
-
-def test_predict_with_random_weights_is_refused(arguments, capsys):
-    # Lightning goes on without a last checkpoint.
-    message = refused(capsys, "predict", *arguments, "--data.prompt=a", "--ckpt_path=last")
-    assert message.startswith("ckpt_path must be a checkpoint to predict with")
-    assert "got None" in message

@@ -22,6 +22,8 @@ COMMANDS = [
     (("fit", "--config", "no.yaml"), "File does not exist: ", "no.yaml"),
     ((*FIT, "more"), "unrecognized arguments: more"),
     (("predict", *TINY, "--data.prompt=a"), "ckpt_path must be a checkpoint to predict with", "got None"),
+    (("predict", *TINY, "--data.prompt=a", "--ckpt_path=last"), "ckpt_path must be a checkpoint to predict with"),
+    (("export", *TINY, "--ckpt_path=half.ckpt", "--output=a"), "half.ckpt is not a file of torch.save, or incomplete"),
     (("inspect",), "required: model"),
     (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
     (("init", "sft", "--outptu=a.yaml"), "outptu is no option (did you mean 'output'?)"),
@@ -58,6 +60,7 @@ OPTIONS = {
     "ckpt_path=no.ckpt": ("ckpt_path must be the path of a checkpoint that exists, got 'no.ckpt'",),
     "ckpt_path=": ("ckpt_path must be the path of a checkpoint that exists, got ''",),
     "ckpt_path=list.ckpt": ("list.ckpt", "'state_dict'"),
+    "ckpt_path=half.ckpt": ("half.ckpt is not a file of torch.save, or incomplete",),
 }
 """Options of ``fit``, and parts of the message."""
 
@@ -88,6 +91,7 @@ def test_mistakes_end_the_command_with_one_sentence(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["lightning-liger"])
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     torch.save([1], tmp_path / "list.ckpt")
+    (tmp_path / "half.ckpt").write_bytes((tmp_path / "list.ckpt").read_bytes()[:500])
     (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
     cases = [(arguments, "", parts) for arguments, *parts in COMMANDS]
     cases += [((*FIT, *f"--{options}".split()), "", parts) for options, parts in OPTIONS.items()]

@@ -78,13 +78,6 @@ def loads(content: str, tmp_path: Path) -> None:
     load_tokenizer(tmp_path)
 
 
-def restores_another(tmp_path: Path) -> None:
-    for name, content in tokenizer(258).items():
-        (tmp_path / name).write_bytes(content)
-    state = {"tokenizer": tokenizer(262), "source": "a tokenizer trained on data.path='before.txt'"}
-    TextDataModule(path=TEXT, tokenizer=tmp_path).load_state_dict(state)
-
-
 def predicts(prompt: str | None) -> None:
     data = TextDataModule(path=TEXT, prompt=prompt)
     data.load_state_dict({"tokenizer": tokenizer(258), "source": "a test"})
@@ -195,7 +188,6 @@ TOKENIZERS: list[tuple[Any, ...]] = [
     *((partial(tokenizer_from_content, content, "a checkpoint"), "a checkpoint", "file names") for content in STATES),
     (partial(train_bpe_tokenizer, ["text"], 256), "vocab_size", "256", "an integer of at least 257"),
     (lambda: TextDataModule(path=TEXT).load_state_dict([1]), "state_dict", "[1]", "a dict"),
-    (restores_another, "data.tokenizer=", "258 tokens", "262 tokens", "is not the checkpoint's tokenizer"),
     (partial(predicts, ""), "data.prompt", "''", "the text that predict continues"),
 ]
 # Changes of a row of a stored teacher, and what messages say.
