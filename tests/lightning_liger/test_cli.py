@@ -99,23 +99,6 @@ def test_devices_auto_without_a_gpu_is_two_cpu_processes_and_one_to_predict(
     assert made.trainer.strategy.root_device.type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("option", "start"),
-    [
-        ("auto_wrap_policy=[GPT2Block]", "auto_wrap_policy names the layer class 'GPT2Block'"),
-        ("auto_wrap_policy=[foo.Bar]", "auto_wrap_policy"),
-        ("activation_checkpointing_policy=[torch.nn.NoLayer]", "activation_checkpointing_policy"),
-        ("kernels=[foo]", "kernels"),
-        ("model.config.vocab_size=270", "config['vocab_size'] must be at least 300, the number of tokens of the tok"),
-    ],
-)
-def test_mistakes_that_training_finds_are_named(arguments, capsys, option, start):
-    ours = ["--trainer.strategy=lightning_liger.LigerStrategy", f"--trainer.strategy.{option}"]
-    message = refused(capsys, "fit", *arguments, *([f"--{option}"] if option.startswith("model") else ours))
-    assert message.startswith(start)
-    assert option.partition("=")[2].strip("[]") in message
-
-
 def bug():
     return None + 1
 

@@ -15,7 +15,6 @@ FSDP = "lightning_liger.LigerFSDPStrategy"
 CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
 
 COMMANDS = [
-    ((), "subcommand is required, one of fit, validate, test, predict, export, "),
     (("fti",), "subcommand must be one of 'fit',", "got 'fti' (did you mean 'fit'?)"),
     (("fit",), "required: fit.data, fit.model; give a yaml file with --config"),
     (("fit", "--config"), "argument -c/--config: expected one argument"),
@@ -28,7 +27,6 @@ COMMANDS = [
     (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
     (("init", "sft", "--outptu=a.yaml"), "outptu is no option (did you mean 'output'?)"),
     (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
-    (("inspect", "llama", "--gpu=4090"), "got '4090' (did you mean 'rtx4090-24gb'?)"),
     (("inspect", "lama"), "got 'lama' (did you mean 'llama'"),
 ]
 """Arguments, and parts of the message."""
@@ -43,6 +41,12 @@ OPTIONS = {
     "trainer.strategy=liger_fsdp --trainer.strategy.kernels=[]": ("must be a class where it has options", FSDP),
     f"trainer.strategy={FSDP} --trainer.strategy.memory_budge=2": ("(did you mean 'memory_budget'?)",),
     f"trainer.strategy={FSDP} --trainer.strategy.memory_budget=-1": ("memory_budget must be 'auto'", "got -1"),
+    f"trainer.strategy={FSDP} --trainer.strategy.kernels=[foo]": ("kernels", "foo"),
+    f"trainer.strategy={FSDP} --trainer.strategy.auto_wrap_policy=[foo.Bar]": ("auto_wrap_policy", "foo.Bar"),
+    f"trainer.strategy={FSDP} --trainer.strategy.auto_wrap_policy=[GPT2Block]": (
+        "error: auto_wrap_policy names the layer class 'GPT2Block'",
+    ),
+    "model.config.vocab_size=270": ("error: config['vocab_size'] must be at least 320, the number of tokens", "270"),
     "trainer.accelerator=gpu": ("trainer.accelerator is 'gpu', and PyTorch finds no GPU", "doctor` says why"),
     "trainer.callbacks=NoSuchCallback": ("trainer.callbacks", "NoSuchCallback"),
     "trainer.default_root_dir=latin.yaml/runs": ("latin.yaml/runs",),
