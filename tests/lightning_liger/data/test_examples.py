@@ -58,6 +58,7 @@ def test_pairs_are_those_of_the_file(make):
     trained = ready(make(validation_fraction=0, tokenizer=None, vocab_size=400))
     assert pairs(trained) == expected
     assert len(trained.text_tokenizer) == 400
+    assert len(pairs(ready(make(path="preference_conversations.jsonl", **CHAT)))) == len(records)
 
 
 def test_model_computes_the_same_for_padded_and_packed_pairs(make):

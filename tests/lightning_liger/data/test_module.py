@@ -38,16 +38,6 @@ from tests.lightning_liger.data.kinds import (
 )
 from tests.lightning_liger.tiny import quiet_trainer
 
-FORMATS = {
-    "preference.jsonl": (PreferenceDataModule, {}),
-    "preference_conversations.jsonl": (PreferenceDataModule, {"chat_template": TEMPLATE}),
-    "feedback.jsonl": (UnpairedFeedbackDataModule, {}),
-    "completions.jsonl": (PromptCompletionDataModule, {}),
-    "alpaca.json": (PromptCompletionDataModule, {}),
-    "conversations.jsonl": (ConversationDataModule, {"chat_template": TEMPLATE}),
-    "rollouts.jsonl": (RolloutDataModule, {}),
-}
-
 
 @pytest.fixture(params=[TextDataModule, PreferenceDataModule, TeacherTopKDataModule])
 def make(request, tmp_path):
@@ -121,18 +111,15 @@ def test_validation_may_have_its_own_files(make):
     assert rows(data.val_dataloader()) == all_rows(data) == all_rows(ready(make(path=path, validation_fraction=0)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_shipped_files_make_batches_and_resume_in_the_middle(tmp_path, name):
-    cls, settings = FORMATS[name]
-    data = ready(build(tmp_path, cls, name, batch_size=6, **settings))
-    assert len(data.train_data) + len(data.validation_data) == 48
+def test_loaders_resume_in_the_middle(make):
+    data = ready(make())
     loader, other = data.train_dataloader(), data.train_dataloader()
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
     other.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
     left = list(other)
-    assert len(left) == 4
+    assert len(left) == len(loader) - 3 > 0
     for batch, expected in zip(left, iterator, strict=True):
         torch.testing.assert_close(batch, expected)
 
