@@ -154,14 +154,13 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(trained, tmp_path, ca
     (tmp_path / "else.txt").write_text("something else altogether, again and again " * 2000, encoding="utf-8")
     train_bpe_tokenizer(["something else"], 280).save_pretrained(tmp_path / "tokenizer")
     text, tokenizer = f"data.path={tmp_path / 'else.txt'}", f"data.tokenizer={tmp_path / 'tokenizer'}"
-    cases = [("fit", "seed_everything=1", text), ("validate", "seed_everything=1", text)]
-    cases += [("predict", "data.prompt=a", tokenizer), ("export", f"output={tmp_path / 'exported'}", tokenizer)]
-    for subcommand, *options in cases:
+    predict, export = ("predict", "data.prompt=a"), ("export", f"output={tmp_path / 'exported'}")
+    for subcommand, *options in (("fit", text), ("validate", text), (*predict, tokenizer), (*export, tokenizer)):
         with pytest.raises(SystemExit):
             main([subcommand, *arguments, *(f"--{option}" for option in options)])
         message = capsys.readouterr().err
-        parts = (options[1].partition("=")[2], "text.txt", "is not the checkpoint's tokenizer")
-        assert all(part in message for part in parts), message
+        for part in (options[-1].partition("=")[2], "text.txt", "is not the checkpoint's tokenizer"):
+            assert part in message
     assert not (tmp_path / "exported").exists()
 
 

@@ -24,7 +24,6 @@ COMMANDS = [
     (("predict", *TINY, "--data.prompt=a", "--ckpt_path=last"), "ckpt_path must be a checkpoint to predict with"),
     (("export", *TINY, "--ckpt_path=half.ckpt", "--output=a"), "half.ckpt is not a file of torch.save, or incomplete"),
     (("inspect",), "required: model"),
-    (("init", "stf"), "story must be one that `lightning-liger init` lists, got 'stf' (did you mean 'sft'?)"),
     (("init", "sft", "--outptu=a.yaml"), "outptu is no option (did you mean 'output'?)"),
     (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
 ]

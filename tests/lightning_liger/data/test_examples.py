@@ -158,11 +158,11 @@ RENDERED = ("<user>\nQ\n<assistant>\n", f"Y{END}\n", f"N{END}\n")
         ({"chosen": "a b", "rejected": "a b c"}, ("a b", END, f" c{END}")),
         ({"chosen": "x é", "rejected": "x ß"}, ("x", f" é{END}", f" ß{END}")),
         ({"chosen": "xy", "rejected": "zy"}, ("", f"xy{END}", f"zy{END}")),
-        ({"chosen": "Q", "prompt": "Y", "bad": "N"}, ("Q", f"Y{END}", f"N{END}")),
+        ({"chosen": "Q", "prompt": "Y", "rejected": "N"}, ("Q", f"Y{END}", f"N{END}")),
     ],
 )
 def test_prompts_in_all_their_forms(make, line, expected):
-    columns = {"prompt": "chosen", "chosen": "prompt", "rejected": "bad"} if "bad" in line else None
+    columns = {"prompt": "chosen", "chosen": "prompt"} if line["chosen"] == "Q" else None
     assert pairs(ready(make(path=[line], columns=columns, **CHAT))) == [expected]
 
 
