@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_liger import MedusaHeads
-from lightning_liger.data import Layout
 from tests.bad_inputs import Hints
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
@@ -127,18 +126,16 @@ VALID: dict[str, dict[str, Any]] = {
             "RolloutDataModule", "TextDataModule", "UnpairedFeedbackDataModule",
         )
     },
-    **{
-        f"lightning_liger.{name}Collator": {"layout": Layout()}
-        for name in ("Feedback", "MultipleChoice", "Preference", "Rollout", "Supervised", "TeacherTopK")
-    },
 }  # fmt: skip
 """Arguments of each that needs some, and tensors of which wrong ones are made."""
 
 RESULTS = (
     "Fit", "Gpu", "Inspection", "LazyLogits", "PatchEntry", "PatchReport", "Row", "Settings", "TokenScores",
-    "TokenStats", "AutoLigerModelForCausalLM", "AutoLigerModelForImageTextToText",
+    "TokenStats", "AutoLigerModelForCausalLM", "AutoLigerModelForImageTextToText", "FeedbackCollator",
+    "ImageTextCollator", "MultipleChoiceCollator", "PreferenceCollator", "RolloutCollator", "SupervisedCollator",
+    "TeacherTopKCollator",
 )  # fmt: skip
-"""Classes that users do not make."""
+"""Classes that users do not make; data modules make collators, and check."""
 
 AT_LEAST_0 = """
 activation_checkpointing cpo_alpha crossentropy_weight desirable_weight distillation_weight entropy_coef eps
@@ -189,14 +186,11 @@ HINTS = Hints(
     untried={
         "AdamW.params": "PyTorch checks them",
         "GroupNorm.bias": "None is the value of affine",
-        "all_choices": "collators are made by data modules, which check",
-        "layout": "collators are made by data modules, which check",
         **dict.fromkeys(UNTRIED.split(), "some types meet errors of Python or PyTorch; others are in tables"),
         "medusa_pretrained": "a folder, of which messages speak",
         "FabricLigerSingleDeviceStrategy.device": "Lightning checks it",
         "LigerSingleDeviceStrategy.device": "Lightning checks it",
         "processor": "needs pillow",
-        "ImageTextCollator.max_length": "needs pillow",
         "batches": "an iterator that is not begun",
         "generator": "of an iterator that is not begun",
         "enabled": "is only a truth value",

@@ -48,6 +48,7 @@ class LigerSingleDeviceStrategy(_OneDevice, TrainerStrategy, pytorch_single.Sing
 
     Args:
         device: By default the one that ``accelerator`` and ``devices`` choose.
+        context_parallel_size: Only 1.
         **kwargs: ``kernels``, ``on_nonfinite_grad``, ``activation_checkpointing``, ``memory_budget`` and
             ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
 

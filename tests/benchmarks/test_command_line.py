@@ -24,6 +24,17 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machin
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
+@pytest.fixture
+def rejected(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return call
+
+
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     environment, *found = map(json.loads, path.read_text().splitlines())
     return environment["environment"], found

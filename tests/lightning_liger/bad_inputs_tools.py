@@ -9,6 +9,8 @@ import torch
 
 from lightning_liger import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.commands.bench import run_bench
+from lightning_liger.commands.init import run_init
+from lightning_liger.commands.writing import check_output
 from lightning_liger.estimate import inspect_model
 from lightning_liger.hardware import measure_matmul_flops
 from lightning_liger.monitor.flops import count_flops
@@ -79,6 +81,9 @@ BAD_INPUTS = [
         row(partial(inspect_model, **{"model": "llama", **each}), *mentions, error=(ValueError, FileNotFoundError))
         for each, *mentions in INSPECT
     ),
+    row(partial(run_init, "sft", output="a.txt"), "output", "the name of a yaml file", "'a.txt'"),
+    row(partial(check_output, "no/a.json"), "output", "in a folder that exists", "no/a.json", error=FileNotFoundError),
+    row(lambda tmp_path: check_output(tmp_path), "output", "the name of a file"),
     row(lambda tmp_path: inspect_model(str(tmp_path)), "model", "config.json", error=FileNotFoundError),
     *(
         row(lambda function=function, make=make, each=each: function(make(), **each), *mentions)

@@ -2,13 +2,15 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
 
 from examples import fabric_loop, plain_module
-from tests.lightning_liger.example_losses import loss_and_gradients
 from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts, torchrun_environment
 from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
@@ -20,7 +22,6 @@ from tests.lightning_liger.workers.example_runs import (
     OTHERS,
     PROGRAMS,
     LastStep,
-    run,
     run_alone,
     write_text,
 )
@@ -34,6 +35,10 @@ CLASSES = {
     "liger_model_parallel": "LigerModelParallelStrategy",
 }
 """Of examples that do not train under FSDP."""
+OWN = ("distill", "dpo", "grpo", "kto")
+"""Examples whose loss is compared with the module's own on whole logits, and in ``post_training`` with its definition.
+Of others it is compared with its definition here."""
+IGNORED = -100
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
@@ -71,13 +76,57 @@ def test_example_trains_on_several_processes(ranks, example):
         assert result[example]["losses"] == ranks[example][0][example]["losses"]  # they are means over all ranks
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("example", OF_ONE_PROCESS)
-def test_example_trains_on_one_process(example, accelerator, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["lightning-liger"])
-    write_text(tmp_path)
-    assert_trained(run(example, tmp_path, f"--trainer.accelerator={accelerator}"), example)
+# The loss of each example in eager PyTorch
+
+
+def sum_and_number(example: str, module: Any, batch: Any) -> tuple[Tensor, Tensor | int]:
+    """A sum over a batch, and the number of what it is summed over: a step divides sums over its batches."""
+    if example.startswith(OWN):
+        return module.training_step(batch, 0), 1
+    if example == "ranking/ranking.yaml":
+        labels, numbers, ids = batch
+        clicks, id_logits = module.model(numbers.double(), ids)
+        loss = F.binary_cross_entropy_with_logits(clicks, labels.double())
+        id_loss = -id_logits[labels == 1].log_softmax(-1).gather(-1, ids[labels == 1, :1]).mean()
+        return loss + 0.1 * id_loss, 1
+    targets = targets_of(batch)
+    if example == "medusa.yaml":  # head k, from 1, looks k further tokens ahead
+        hidden = module.model.model(batch["input_ids"], batch.get("attention_mask")).last_hidden_state
+        total = -log_probs_of(module.model.lm_head(hidden), targets).sum()
+        for k, (block, head) in enumerate(module.medusa_heads, start=1):
+            ahead = F.pad(targets[:, k:], (0, k), value=IGNORED)
+            total = total - 0.2 * 0.8**k * log_probs_of(head(hidden + F.silu(block.linear(hidden))), ahead).sum()
+        return total, (targets != IGNORED).sum()
+    names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
+    inputs = {name: batch[name] for name in names if name in batch}
+    inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+    return -log_probs_of(module.model(**inputs).logits, targets).sum(), (targets != IGNORED).sum()
+
+
+def targets_of(batch: dict[str, Tensor]) -> Tensor:
+    """What each token predicts: the label of the next one, unless that begins another document."""
+    if "shift_labels" in batch:
+        return batch["shift_labels"]
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    if "position_ids" in batch:
+        labels[:, :-1][batch["position_ids"][:, 1:] == 0] = IGNORED
+    return labels
+
+
+def log_probs_of(logits: Tensor, targets: Tensor) -> Tensor:
+    kept = targets != IGNORED
+    return logits[kept].log_softmax(-1).gather(-1, targets[kept][:, None])
+
+
+def loss_and_gradients(example: str, module: Any, batches: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of a step of these batches, with respect to all parameters that are trained."""
+    sums, numbers = zip(*(sum_and_number(example, module, batch) for batch in batches), strict=True)
+    loss = sum(sums) / sum(numbers)
+    parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return loss.detach(), {
+        name: gradient for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None
+    }
 
 
 @pytest.fixture
@@ -90,7 +139,7 @@ def _one_thread():
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("example", PROGRAMS + OTHERS)
+@pytest.mark.parametrize("example", PROGRAMS + OTHERS + OF_ONE_PROCESS)
 def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)  # the command at the top of the yaml names files relative to it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -98,6 +147,7 @@ def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_
     cli = run_alone(example, tmp_path, f"--trainer.accelerator={accelerator}", "--trainer.precision=32-true")
     metrics = cli.trainer.callback_metrics
     assert cli.trainer.global_step == NUM_STEPS
+    assert example not in OF_ONE_PROCESS or type(cli.trainer.strategy).__name__ == CLASSES["liger"]
     assert cli.trainer.strategy.patch_report.num_replaced >= 1
     assert all(math.isfinite(value) for value in metrics.values())
     assert any(name.startswith("val_") for name in metrics)

@@ -216,20 +216,13 @@ def test_speed_is_relative_to_the_first_stock_arm_at_the_same_shape() -> None:
     assert ratio(ours, [row("hf:full", 4, None), ours]) is None
 
 
-def test_engines_are_jobs_whose_peaks_have_estimates() -> None:
+def test_engines_are_jobs() -> None:
     found = estimates.jobs(estimates._ENGINES, devices=2, layers=2)
     assert len(found) == len(estimates._ENGINES)
     strategies = {job.strategy for job in found}
     assert {"ddp", "fsdp", "fsdp2", "deepspeed_stage_2", "deepspeed_stage_3"} == strategies
     assert all(job.parsed_arm.plan == "none" and job.precision in PRECISIONS for job in found)
-    peaks = {}
-    for job in (found[0], found[1], next(job for job in found if job.strategy == "deepspeed_stage_3")):
-        assert Job.from_json(job.to_json()) == job
-        row = Row.from_json(json.loads(job.row(1, 256, peak_gib=2.0).to_json()))
-        peaks[row.arm, row.strategy] = estimates.engine_options(row)
-    assert all(2 < each.estimated < 12 for each in peaks.values())
-    assert "DDP, bf16-true, 256 tokens" in peaks["hf:none", "ddp"].setup
-    assert peaks["hf:none", "ddp"].estimated >= peaks["ours:none", "ddp"].estimated
+    assert all(Job.from_json(job.to_json()) == job for job in found)
 
 
 def test_numbers_of_parameters_are_the_published_ones() -> None:

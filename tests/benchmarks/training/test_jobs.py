@@ -8,7 +8,7 @@ import time
 import pytest
 
 from benchmarks.training.arms import Arm, parse_arms, parse_numbers
-from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
+from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job
 from benchmarks.training.processes import run_jobs
 
 JOB = Job("llama3_8b", "ours:full", ((2, 16), (4, 16)), devices=2, tiny=True)
@@ -54,14 +54,6 @@ def test_jobs_run_one_after_another_with_a_row_for_each_shape() -> None:
     (row,) = run_jobs([dataclasses.replace(JOB, seed=3)], command=COMMAND, timeout=0.5)
     assert (row.status, row.error) == (FAILED, "no result within 0.5 seconds")
     assert time.monotonic() - start < 30
-
-
-def test_memory_beyond_the_states_is_per_token_of_a_process() -> None:
-    row = Row("llama3_8b", 32, "ours", 2, 1, 4096, context_parallel_size=2)
-    assert row.mib_per_token is None
-    row = dataclasses.replace(row, parameters_gib=10.0, optimizer_gib=20.0, peak_gib=41.0)
-    assert row.states_gib == 40.0
-    assert row.mib_per_token == 0.5
 
 
 def test_arguments_are_parsed() -> None:

@@ -1,5 +1,6 @@
 """The text of ``--help`` fits a terminal, and explains every option."""
 
+import inspect
 import re
 import sys
 
@@ -11,6 +12,7 @@ from lightning_liger.cli.functions import parser_of
 from lightning_liger.cli.help import SUBCOMMANDS, first_level, plain
 from lightning_liger.cli.training import LigerCLI
 from lightning_liger.commands import COMMANDS
+from lightning_liger.commands.inspect import run_inspect
 
 
 @pytest.fixture(autouse=True)
@@ -53,29 +55,16 @@ def test_markup_of_docstrings_is_left_out():
     assert plain("``a`` and :class:`~b.c.D`, :func:`e`, :paramref:`~f.g.h`") == "a and D, e, h"
 
 
-def build(model: str, size: int | None = None, *, name: str = "a", quick: bool = False, slow: bool = True) -> int:
-    """Build it.
-
-    With care.
-
-    Args:
-        model: The ``model``.
-        size: Its size.
-        name: Its name.
-        quick: Whether it is quick.
-        slow: Whether it is slow.
-    """
-    return 0
-
-
 def test_arguments_of_a_function_become_options():
-    parser = parser_of("build", build)
-    given = ["m", "3", "--quick", "--slow=false", "--name", "b"]
-    assert parser.parse_args(given).as_dict() == {"model": "m", "size": 3, "name": "b", "quick": True, "slow": False}
-    assert parser.parse_args(["m"]).as_dict() == {"model": "m", "size": None, "name": "a", "quick": False, "slow": True}
+    parser = parser_of("inspect", run_inspect)
+    defaults = {name: each.default for name, each in inspect.signature(run_inspect).parameters.items()}
+    given = {"model": "m", "config": {"a": 1}, "seq_len": 3, "memory_budget": 0.5, "json": True}
+    arguments = ["m", "--config.a=1", "--seq_len", "3", "--memory_budget=0.5", "--json"]
+    assert parser.parse_args(arguments).as_dict() == defaults | given
+    assert parser.parse_args(["m"]).as_dict() == defaults | {"model": "m"}
     text = " ".join(parser.format_help().split())
-    assert text.startswith("usage: lightning-liger build ")
-    assert all(part in text for part in ("Build it. With care.", "The model.", "Whether it is quick."))
+    assert text.startswith("usage: lightning-liger inspect ")
+    assert all(part in text for part in ("what fits a GPU. Needs no GPU,", "A folder with config.json", "Print JSON, "))
 
 
 def test_one_parser_is_made_for_a_named_subcommand():

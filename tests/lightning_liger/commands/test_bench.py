@@ -13,12 +13,10 @@ from jsonargparse import Namespace
 from lightning_liger.cli import main
 from lightning_liger.commands import bench
 from lightning_liger.commands.bench import compare_losses, measure, run_bench
+from tests.lightning_liger.tiny import TINY_CONFIG
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny.yaml"
-CONFIG = {
-    **{"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
-    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32},
-}
+CONFIG = TINY_CONFIG | {"vocab_size": 300, "num_hidden_layers": 1}
 OFF, ON = {"name": "kernels off", "kernels": False}, {"name": "kernels on", "kernels": True}
 HALF = {**ON, "memory_budget": 0.5}
 

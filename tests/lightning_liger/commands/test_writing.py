@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_liger.commands import writing
-from lightning_liger.commands.writing import check_output, write_files
+from lightning_liger.commands.writing import write_files
 
 
 def test_all_files_are_written_or_none(tmp_path, monkeypatch):
@@ -37,12 +37,3 @@ def test_pipes_stay_what_they_are():
     assert os.read(reader, 100) == b"content"
     os.close(reader)
     os.close(writer)
-
-
-def test_outputs_that_are_no_files_are_refused(tmp_path):
-    check_output(tmp_path / "new.json")
-    for output, message in (("", "the name of a file, got ''"), (tmp_path, "the name of a file, got")):
-        with pytest.raises(ValueError, match=message):
-            check_output(output)
-    with pytest.raises(FileNotFoundError, match="in a folder that exists"):
-        check_output(tmp_path / "no" / "x")

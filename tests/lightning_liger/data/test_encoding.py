@@ -81,13 +81,6 @@ def test_special_tokens_stand_once_at_the_beginning_and_the_end(template):
     assert Encoder(tokenizer).split(HERE, "<s>ab", ["c"]) == ([0, a, b], [[c, 1]])
 
 
-def test_messages_are_rendered_by_the_template_and_nothing_is_added(chat, bpe):
-    prompt, (chosen, rejected) = chat(PLAIN).split(HERE, TALK[:2], [TALK[2:3], TALK[4:]])
-    assert bpe.decode(prompt) == "<system>Be kind.\n<user>Hi\n<assistant>"
-    assert bpe.decode(chosen) == "Hello there<|endoftext|>\n"
-    assert bpe.decode(rejected) == "Goodbye<|endoftext|>\n"
-
-
 def test_prompt_that_ends_with_the_assistant_goes_on(chat, bpe):
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     half = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He"}]

@@ -58,6 +58,7 @@ def test_pairs_are_those_of_the_file(make):
     trained = ready(make(validation_fraction=0, tokenizer=None, vocab_size=400))
     assert pairs(trained) == expected
     assert len(trained.text_tokenizer) == 400
+    assert len(pairs(ready(make(path="preference_conversations.jsonl", **CHAT)))) == len(records)
 
 
 def test_model_computes_the_same_for_padded_and_packed_pairs(make):
@@ -157,11 +158,11 @@ RENDERED = ("<user>\nQ\n<assistant>\n", f"Y{END}\n", f"N{END}\n")
         ({"chosen": "a b", "rejected": "a b c"}, ("a b", END, f" c{END}")),
         ({"chosen": "x é", "rejected": "x ß"}, ("x", f" é{END}", f" ß{END}")),
         ({"chosen": "xy", "rejected": "zy"}, ("", f"xy{END}", f"zy{END}")),
-        ({"question": "Q", "good": "Y", "bad": "N"}, ("Q", f"Y{END}", f"N{END}")),
+        ({"chosen": "Q", "prompt": "Y", "rejected": "N"}, ("Q", f"Y{END}", f"N{END}")),
     ],
 )
 def test_prompts_in_all_their_forms(make, line, expected):
-    columns = {"prompt": "question", "chosen": "good", "rejected": "bad"} if "good" in line else None
+    columns = {"prompt": "chosen", "chosen": "prompt"} if line["chosen"] == "Q" else None
     assert pairs(ready(make(path=[line], columns=columns, **CHAT))) == [expected]
 
 

@@ -10,7 +10,6 @@ import lightning as L
 import pyarrow
 import pytest
 import torch
-from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_liger.data import (
     ConversationDataModule,
@@ -38,16 +37,6 @@ from tests.lightning_liger.data.kinds import (
     write_lines,
 )
 from tests.lightning_liger.tiny import quiet_trainer
-
-FORMATS = {
-    "preference.jsonl": (PreferenceDataModule, {}),
-    "preference_conversations.jsonl": (PreferenceDataModule, {"chat_template": TEMPLATE}),
-    "feedback.jsonl": (UnpairedFeedbackDataModule, {}),
-    "completions.jsonl": (PromptCompletionDataModule, {}),
-    "alpaca.json": (PromptCompletionDataModule, {}),
-    "conversations.jsonl": (ConversationDataModule, {"chat_template": TEMPLATE}),
-    "rollouts.jsonl": (RolloutDataModule, {}),
-}
 
 
 @pytest.fixture(params=[TextDataModule, PreferenceDataModule, TeacherTopKDataModule])
@@ -122,18 +111,15 @@ def test_validation_may_have_its_own_files(make):
     assert rows(data.val_dataloader()) == all_rows(data) == all_rows(ready(make(path=path, validation_fraction=0)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_shipped_files_make_batches_and_resume_in_the_middle(tmp_path, name):
-    cls, settings = FORMATS[name]
-    data = ready(build(tmp_path, cls, name, batch_size=6, **settings))
-    assert len(data.train_data) + len(data.validation_data) == 48
+def test_loaders_resume_in_the_middle(make):
+    data = ready(make())
     loader, other = data.train_dataloader(), data.train_dataloader()
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
     other.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
     left = list(other)
-    assert len(left) == 4
+    assert len(left) == len(loader) - 3 > 0
     for batch, expected in zip(left, iterator, strict=True):
         torch.testing.assert_close(batch, expected)
 
@@ -267,28 +253,13 @@ def test_checkpoint_state_is_the_tokenizer_and_loads_with_weights_only(tokenized
     assert fresh.state_dict() == state
 
 
-@pytest.mark.parametrize("is_loaded_first", [False, True])
-def test_checkpoint_of_another_tokenizer_is_refused_with_both_named(tmp_path, is_loaded_first):
+def test_checkpoint_of_another_tokenizer_is_refused_with_both_named(tmp_path):
     state, other = ready(build(tmp_path, TextDataModule)).state_dict(), build(tmp_path, TextDataModule, vocab_size=300)
     message = r"trained on data\.path='.*' \(300 tokens\) is not the checkpoint's tokenizer, .* \(\d+ tokens\): give"
-    if is_loaded_first:
-        other.load_state_dict(state)
-        with pytest.raises(ValueError, match=message):
-            ready(other)
-        other.teardown("fit")  # as the Trainer calls it: the next run has another checkpoint
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match=message):
         ready(other)
-    else:
-        with pytest.raises(ValueError, match=message):
-            ready(other).load_state_dict(state)
-
-
-def test_yaml_takes_the_arguments_of_all_modules_and_documents_them():
-    classes = {cls for cls, _ in FORMATS.values()} | {TeacherTopKDataModule, TextDataModule, MultipleChoiceDataModule}
-    for cls in sorted(classes, key=lambda each: each.__name__):
-        parser = LightningArgumentParser()
-        parser.add_lightning_class_args(cls, "data")
-        given = parser.parse_args(["--data.path=a.jsonl", "--data.batch_size=2", "--data.validation_fraction=0.5"]).data
-        assert (given.path, given.batch_size, given.validation_fraction) == ("a.jsonl", 2, 0.5)
-        assert given.tokenizer is None
-        for action in parser._actions:
-            assert not action.dest.startswith("data.") or (action.help or "").strip(), (cls, action.dest)
+    other.teardown("fit")  # as the Trainer calls it: the next run has another checkpoint
+    ready(other)
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)

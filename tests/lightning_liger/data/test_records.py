@@ -52,15 +52,6 @@ def test_parquet(tmp_path):
         found[1].text("prompt")
 
 
-def test_renamed_columns():
-    record = Record({"question": "q", "prompt": "p", "id": 3}, "here").renamed({"prompt": "question"})
-    assert record.values == {"prompt": "q", "id": 3}
-    swapped = Record({"a": 1, "b": 2}, "here").renamed({"a": "b", "b": "a"})
-    assert swapped.values == {"a": 2, "b": 1}
-    with pytest.raises(ValueError, match=r"here: the field 'prompt' is missing; keys found: .'id'"):
-        Record({"id": 3}, "here").renamed({"prompt": "question"}).text("prompt")
-
-
 def test_values_of_other_forms_are_understood():
     record = Record({"tools": '[{"type": "function"}]', "kwargs": '{"a": 1}', "none": None}, "here")
     assert record.decoded("tools", list, "") == [{"type": "function"}]

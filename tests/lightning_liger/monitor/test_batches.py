@@ -2,13 +2,11 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_liger.data.collate import FeedbackCollator, Layout, PreferenceCollator
 from lightning_liger.monitor import batches
 from lightning_liger.monitor.batches import LENGTH_EDGES, BatchCounter, contents_of
 
@@ -113,20 +111,3 @@ def test_batches_are_not_kept_for_long(monkeypatch):
         assert len(counter._pending) < 2
     assert counter.take()[:6].tolist() == [10, 60, 0, 60, 60, 5 * 72]
     assert not counter.take().any()
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_batches_of_the_data_modules_are_counted(packing):
-    prompt, two, four = {"prompt_ids": np.arange(3)}, np.arange(2), np.arange(4)
-    examples = [
-        {**prompt, "completion_ids": own, "KL_completion_ids": other, "label": True}
-        for own, other in ((two, four), (four, two))
-    ]
-    pairs = [{**prompt, "chosen_ids": two, "rejected_ids": four}]
-    for collator, rows, factor in ((PreferenceCollator, pairs, 1), (FeedbackCollator, examples, 2)):
-        found = _counts(collator(Layout(packing=packing, pad_to_multiple_of=4))(rows))
-        # Sequences of 3 + 2 and 3 + 4 tokens, in two rows or one, and for KTO also with completions exchanged.
-        tokens = factor * (12 if packing else 16)
-        expected = {"tokens": tokens, "padding": tokens - factor * 12, "labels": tokens, "ignored": tokens - factor * 6}
-        expected |= {"<= 6": factor, "<= 8": factor}
-        assert {name: found[name] for name in expected} == expected, collator

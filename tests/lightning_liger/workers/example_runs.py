@@ -47,7 +47,7 @@ OF_SEVERAL_PROCESSES = [name for name in PROGRAMS + STRATEGIES if name not in _O
 
 def configs(example: str) -> list[str]:
     """The ``--config`` options that the comment at the top of the yaml names."""
-    names = [example] if example in PROGRAMS else ["tiny.yaml", example]
+    names = ["tiny.yaml", example] if example in STRATEGIES else [example]
     return [f"--config={EXAMPLES / name}" for name in names]
 
 
@@ -127,8 +127,8 @@ def run_alone(example: str, folder: Path, *arguments: str) -> LigerCLI:
     callbacks += [{"class_path": f"{LastStep.__module__}.{LastStep.__name__}"}]
     options = [f"--trainer.default_root_dir={folder}", "--trainer.check_val_every_n_epoch=1"]
     options += ["--trainer.devices=1", "--trainer.num_nodes=1"]
-    options += sizes(folder) if example in PROGRAMS else OF_TEST_SIZE.get(example, [])
-    return _fit([f"--config=examples/{example}"], callbacks, *options, *arguments)
+    options += OF_TEST_SIZE.get(example, []) if example in OTHERS else sizes(folder)
+    return _fit(configs(example), callbacks, *options, *arguments)
 
 
 def _fit(config: list[str], callbacks: list[Any], *arguments: str) -> LigerCLI:
