@@ -60,4 +60,4 @@ class LigerSingleDeviceStrategy(_OneDevice, TrainerStrategy, pytorch_single.Sing
 
 
 class FabricLigerSingleDeviceStrategy(_OneDevice, FabricStrategy, fabric_single.SingleDeviceStrategy):
-    """:class:`LigerSingleDeviceStrategy` for Fabric; takes the same arguments, except for ``on_nonfinite_grad``."""
+    """:class:`LigerSingleDeviceStrategy` for Fabric, without ``on_nonfinite_grad`` and ``context_parallel_size``."""
