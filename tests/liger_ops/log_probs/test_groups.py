@@ -118,30 +118,3 @@ def test_the_head_gets_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     linear_cross_entropy(inputs, weight, targets, reduction="sum").backward()
     assert loops == [sum(labels.numel() for labels in targets)]
     assert len(seen) == 1
-
-
-TWO, THREE = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-UP = torch.ones(VOCAB, 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"target": TWO}, TypeError, "target must be a sequence of tensors, one for"),
-        ({"target": [TWO]}, ValueError, "target must be a sequence of 2 tensors"),
-        ({"target": [TWO, 3]}, TypeError, r"target\[1\] must be a tensor, got 3"),
-        ({"target": [TWO, TWO]}, ValueError, r"input\[1\] must hold hidden states of"),
-        ({"token_weight": torch.ones(5)}, TypeError, "token_weight must be a sequence of numbers or tensors"),
-        ({"token_weight": [1.0]}, ValueError, "token_weight must be a sequence of one number or tensor for each of 2"),
-        ({"token_weight": [1.0, "x"]}, TypeError, r"token_weight\[1\] must be a finite number, got 'x'"),
-        ({"token_weight": [1.0, torch.ones(2)]}, ValueError, r"token_weight\[1\] must have its target's shape \(3,\)"),
-        ({"adapter": (torch.ones(5, 2), UP)}, TypeError, r"adapter\[0\] must be a sequence of tensors"),
-        ({"adapter": ([torch.ones(2, 2)] * 2, UP)}, ValueError, r"adapter\[0\]\[1\] must be of shape"),
-    ],
-)
-def test_groups_that_do_not_fit_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        linear_cross_entropy(
-            [torch.ones(2, HIDDEN), torch.ones(3, HIDDEN)], torch.ones(VOCAB, HIDDEN),
-            **{"target": [TWO, THREE], **changes},
-        )  # fmt: skip

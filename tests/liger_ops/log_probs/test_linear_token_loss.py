@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -100,22 +98,6 @@ def test_nothing_is_called_under_autograd_without_gradients() -> None:
 
     loss, _ = call(linear_token_loss, head.tensors, head, token_loss)
     assert not loss.requires_grad
-
-
-LEARNED = torch.ones(TOKENS, requires_grad=True)
-
-
-@pytest.mark.parametrize(
-    ("token_loss", "error", "message"),
-    [
-        (lambda scores, index: scores.log_probs.detach(), ValueError, "losses that depend on differentiable scores"),
-        (lambda scores, index: scores.log_probs * LEARNED[index], ValueError, "no tensor that requires a gradient but"),
-    ],
-)
-def test_losses_that_are_none_are_refused(token_loss: Any, error: type[Exception], message: str) -> None:
-    head = make(Case(("log_probs", "correct")))
-    with pytest.raises(error, match=message):
-        call(linear_token_loss, leaves_of(head, False), head, token_loss, **chunk_of(ROWS, head))
 
 
 def test_graph_breaks_around_it_under_the_compiler() -> None:
