@@ -153,16 +153,6 @@ def test_logits_in_float32_make_divergences_of_close_models_accurate(device: tor
     assert all(wide < 0.3 * narrow for wide, narrow in zip(errors[torch.float32], errors[None], strict=True))
 
 
-def test_autocast_computes_products_in_its_dtype() -> None:
-    models = make_models()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = with_gradients(models.run(kind="jsd"), leaves_of(models))
-    rounded = models.to(torch.bfloat16)
-    expected = with_gradients(rounded.run(kind="jsd"), leaves_of(rounded))
-    assert [each.dtype for each in found] == 6 * [torch.float32]
-    assert_same(found, expected, "autocast", 1e-2)
-
-
 def test_masked_tokens_are_not_computed_and_none_are_sorted_without_a_mask(log: OperatorLog) -> None:
     mask = torch.zeros(TOKENS, dtype=torch.bool)
     mask[[2, 3, 5, 9]] = True

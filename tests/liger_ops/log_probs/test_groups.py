@@ -84,16 +84,24 @@ def test_scores(temperature: Any) -> None:
     torch.testing.assert_close(actual, truth, rtol=1e-6, atol=1e-6)
 
 
-def test_loss_of_tokens() -> None:
+@pytest.mark.parametrize("has_units", [False, True])
+def test_loss_of_tokens(has_units: bool) -> None:
     inputs, weight, targets, adapter = make()
-    advantages = torch.randn(sum(labels.numel() for labels in targets), dtype=torch.float64)
+    num_tokens = sum(labels.numel() for labels in targets)
+    advantages, unit_of_token = torch.randn(num_tokens, dtype=torch.float64), torch.arange(num_tokens) % 3
+    flat_units = unit_of_token.split([labels.numel() for labels in targets])
+    units = [each.view(labels.shape) for each, labels in zip(flat_units, targets, strict=True)]
+    seen: list[set[int]] = []
     options: dict[str, Any] = {"outputs": ("log_probs", "entropy")}
 
     def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
+        seen.append({*unit_of_token[index].tolist()})
         return advantages[index] * scores.log_probs.exp() - scores.entropy
 
+    options |= {"units": units if has_units else None}
     loss, scores = linear_token_loss(inputs, weight, targets, token_loss, adapter=adapter, **options, **CHUNK)
-    expected = linear_log_probs(inputs, weight, targets, adapter=adapter, **options)
+    assert not has_units or seen == [{0}, {1}, {2}]
+    expected = linear_log_probs(inputs, weight, targets, adapter=adapter, outputs=options["outputs"])
     flat = torch.cat([group.log_probs.exp().flatten() for group in expected])
     kept = torch.cat([labels.flatten() for labels in targets]) != -100
     truth = (advantages * flat)[kept].sum() - sum(group.entropy.sum() for group in expected)
