@@ -101,6 +101,18 @@ def test_call_without_autograd(op: str, log: OperatorLog) -> None:
     assert rows_of(log) == TOKENS * (1 + (op == "divergence"))
 
 
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("trained", [INPUT, ALL])
+@pytest.mark.parametrize(("op", "operator"), [("topk_log_probs", "index_select"), ("divergence", "sort")])
+def test_tokens_are_sorted_for_a_mask_alone(
+    op: str, operator: str, trained: tuple[str, ...], has_mask: bool, log: OperatorLog
+) -> None:
+    mask = torch.ones(TOKENS, dtype=torch.bool) if has_mask else None
+    with log:
+        getattr(liger_ops, f"linear_{op}")(**make(trained), **OPS[op], mask=mask).sum().backward()
+    assert (getattr(torch.ops.aten, operator) in log.operators) == has_mask
+
+
 @pytest.mark.parametrize("saved", [0, 2])
 @pytest.mark.parametrize("alive", [0, 3, 8, 9, 24])
 def test_rows_without_upstream_gradient_are_left_out(alive: int, saved: int, log: OperatorLog) -> None:

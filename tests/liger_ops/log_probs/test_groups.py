@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_ops import TokenScores, linear_cross_entropy, linear_log_probs, linear_token_loss
+from tests.liger_ops.operators import OperatorLog
 
-MODULE = importlib.import_module("liger_ops.loss.head_passes")
 HIDDEN, VOCAB = 6, 37
 SHAPES = [(2, 5), (7,), (1, 3), (0,)]
 CHUNK = {"chunk_bytes": 4 * VOCAB * 8}
@@ -111,18 +111,10 @@ def test_loss_of_tokens(has_units: bool) -> None:
     torch.testing.assert_close(gradients(loss, inputs, weight, adapter), gradients(truth, inputs, weight, adapter))
 
 
-def test_the_head_gets_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_gets_one_gradient(log: OperatorLog) -> None:
     inputs, weight, targets, _ = make()
-    seen: list[Tensor] = []
-    weight.register_hook(seen.append)
-    loops: list[int] = []
-    loop = MODULE.chunked_linear_loss
-
-    def logged_loop(hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
-        loops.append(len(hidden_states))
-        return loop(hidden_states, *arguments, **options)
-
-    monkeypatch.setattr(MODULE, "chunked_linear_loss", logged_loop)
-    linear_cross_entropy(inputs, weight, targets, reduction="sum").backward()
-    assert loops == [sum(labels.numel() for labels in targets)]
-    assert len(seen) == 1
+    num_tokens = sum(labels.numel() for labels in targets)
+    with log:
+        whole = SimpleNamespace(batch_chunk_size=num_tokens)
+        linear_cross_entropy(inputs, weight, targets, reduction="sum", options=whole).backward()
+    assert [sizes for sizes in log.products if sizes[0] == VOCAB] == [(VOCAB, num_tokens, HIDDEN)]

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops import backend, linear_topk_log_probs
+from liger_ops import linear_topk_log_probs
 from tests.liger_ops.accuracy import few
 from tests.liger_ops.loss.cases import no_waits
-from tests.liger_ops.operators import OperatorLog
 
 TOKENS, CLASSES, HIDDEN, RANK, GIVEN = 9, 37, 7, 2, 5
 CHUNK_BYTES = 4 * CLASSES * 4  # four tokens
@@ -121,19 +120,6 @@ def test_log_probs_and_gradients_are_those_of_whole_logits(
         with_gradients(found, head, hidden, torch.nan), with_gradients(expected, truth, hidden, 0.0), rtol=2e-5,
         atol=1e-4, check_dtype=False,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("trained", [("x",), ("x", "weight")])
-def test_without_a_mask_no_token_is_sorted_or_gathered(
-    trained: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "is_traced", lambda: False)
-    head, ids = make_head(trained), make_ids().clamp(min=0)
-    for options, is_sorted in (({}, False), ({"mask": torch.ones(TOKENS, dtype=torch.bool)}, True)):
-        with OperatorLog() as log:
-            run(head, ids, **options)[1].sum().backward()
-        aten = torch.ops.aten
-        assert bool(log.operators & {aten.argsort, aten.index_select}) == is_sorted
 
 
 @pytest.mark.gpu

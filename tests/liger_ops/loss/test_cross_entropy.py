@@ -112,6 +112,19 @@ def test_loss_scale_keeps_float16_gradients_from_underflow(reduction: str, devic
     assert ((gradient.double() - truth).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("which", ["token_weight", "weight"])
+def test_summed_weight_of_zero_gives_a_mean_of_nan_and_no_gradient(
+    which: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits, labels = make_batch(4, 123, dtype=dtype, device=device)
+    loss, gradient = loss_and_gradient(
+        cross_entropy, logits, labels, **{which: torch.zeros(123 if which == "weight" else 4, device=device)}
+    )
+    assert loss.isnan()
+    assert not gradient.any()
+
+
 # Backward in place.
 
 
