@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -117,6 +118,14 @@ def test_similar_names_are_proposed() -> None:
     assert did_you_mean("zebra", names) == did_you_mean(3, names) == ""
     with pytest.raises(ValueError, match=r"^strategy must be one of 'fsdp', .*, got 'dpp' \(did you mean 'ddp'\?\)$"):
         check_choice("strategy", "dpp", names)
+
+
+def test_fake_tensors_are_where_they_say() -> None:
+    with FakeTensorMode():
+        x, weight = torch.ones(2), torch.ones(2)
+        check_same_device("x", x, weight=weight)
+    with pytest.raises(ValueError, match="weight must be on x's device cpu"):
+        check_same_device("x", x, weight=torch.ones(2, device="meta"))
 
 
 def test_distributed_tensors_are_where_their_parts_are() -> None:
