@@ -1,5 +1,6 @@
 """activation(gate) * up: kernels against the reference in float64, with plain PyTorch as the yardstick."""
 
+import functools
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,14 +21,10 @@ from tests.liger_ops.accuracy import DTYPES, LAYOUTS, assert_as_accurate, few, l
 Unit = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
 
 
-def gelu_tanh_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return gelu_mul(gate, up, approximate="tanh")
-
-
 UNITS = {
     "silu": (silu_mul, F.silu),
     "gelu": (gelu_mul, F.gelu),
-    "gelu_tanh": (gelu_tanh_mul, lambda gate: F.gelu(gate, approximate="tanh")),
+    "gelu_tanh": (functools.partial(gelu_mul, approximate="tanh"), lambda gate: F.gelu(gate, approximate="tanh")),
     "relu_squared": (relu_squared_mul, lambda gate: F.relu(gate).square()),
 }
 SILU = UNITS["silu"]
@@ -169,25 +166,20 @@ def test_arrays_that_a_hook_keeps_stay(triton_device: torch.device) -> None:
     assert all(np.array_equal(array, before[key]) for key, array in arrays.items())
 
 
-class Keeper(TorchDispatchMode):
-    """Keeps what each operation returns, as a tensor that shares its memory, and a copy of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default:
-            self.kept.append((result.detach(), result.detach().clone()))
-        return result
-
-
 def test_tensors_that_a_dispatch_mode_keeps_stay(triton_device: torch.device) -> None:
-    with Keeper() as keeper:
+    kept: list[tuple[Tensor, Tensor]] = []  # tensors that share memory with what operations return, and copies
+
+    class Keeper(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                kept.append((result.detach(), result.detach().clone()))
+            return result
+
+    with Keeper():
         loss_of(SILU, project(triton_device, 8, 8)).backward()
-    assert len(keeper.kept) >= 2
-    assert all(torch.equal(tensor, copy) for tensor, copy in keeper.kept)
+    assert len(kept) >= 2
+    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
 
 
 def test_transposed_inputs_stay_what_they_are(triton_device: torch.device) -> None:

@@ -24,11 +24,6 @@ from tests.liger_ops.log_probs.cases import (
 NUM_UNITS = 3
 
 
-def units_of(target: Tensor) -> Tensor:
-    """Units of different sizes whose tokens alternate; the numbers have gaps."""
-    return (torch.arange(target.numel(), device=target.device) % NUM_UNITS * 7 - 7).view_as(target)
-
-
 def unit_loss(log_probs: Tensor, index: Tensor, units: Tensor) -> Tensor:
     """A loss that is not a sum over tokens: of the sum of each unit's log-probabilities, at its first token."""
     numbers, place = units.reshape(-1)[index].unique(return_inverse=True)
@@ -56,7 +51,8 @@ def chunks_seen(head: Any, units: Tensor, **options: Any) -> tuple[Tensor, list[
 @pytest.mark.parametrize("case", [case for case in CASES if case.outputs == ("log_probs",)], ids=str)
 def test_losses_of_units_are_those_of_whole_logits_in_float64(case: Case) -> None:
     head = make(case._replace(frozen=False), torch.float64)
-    units = units_of(head.target)
+    # Of different sizes, whose tokens alternate; the numbers have gaps.
+    units = (torch.arange(head.target.numel()) % NUM_UNITS * 7 - 7).view_as(head.target)
     leaves = leaves_of(head, False)
     index = (head.target.reshape(-1) != -100).nonzero()[:, 0]
     log_probs = call(linear_log_probs_reference, leaves, head).log_probs.reshape(-1)[index]

@@ -47,7 +47,6 @@ MODULE = sys.modules["liger_ops.loss.cross_entropy"]
         dtype=st.sampled_from(DTYPES),
         reduction=st.sampled_from(REDUCTIONS),
         weights=st.sampled_from(["", "class", "token", "class and token"]),
-        weight_dtype=st.sampled_from([torch.float32, torch.float64, torch.int64]),
         ignored=st.sampled_from(["none", "some"]),
         layout=st.sampled_from(LAYOUTS),
         options=LOSS_OPTIONS,
@@ -67,8 +66,6 @@ def test_loss_stats_and_gradient_are_as_accurate_as_plain_pytorchs(draw: Any, de
     logits = lay_out(drawn.to(device, draw.dtype), draw.layout)
     labels = draw_labels(draw.num_tokens, draw.vocab_size, draw.ignored, options["ignore_index"]).to(device)
     options = options | draw_weights(draw.num_tokens, draw.vocab_size, draw.weights, device)
-    if "token_weight" in options:
-        options["token_weight"] = options["token_weight"].to(draw.weight_dtype)
     grad = draw_upstream((draw.num_tokens,) if reduction == "none" else (), draw.upstream, device)
     if reduction == "mean" and not has_mean(labels, options):
         reduction = "sum"
@@ -110,6 +107,23 @@ def test_loss_scale_keeps_float16_gradients_from_underflow(reduction: str, devic
     limits = torch.finfo(torch.float16)
     allowed = truth.abs() * limits.eps + limits.smallest_normal * limits.eps
     assert ((gradient.double() - truth).abs() <= allowed).all()
+
+
+# Weights.
+
+
+def test_weights_of_other_dtypes_and_layouts_and_of_ignored_tokens_give_the_same(device: torch.device) -> None:
+    logits, labels = make_batch(8, 123, device=device)
+    logits, labels = logits.view(2, 4, 123).movedim(-1, 1), labels.view(2, 4)
+    token_weight = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 1.0], [1.0, 0.0]], device=device).t()
+    weight = torch.rand(123, device=device)
+    expected = loss_and_gradient(cross_entropy, logits, labels, weight=weight, token_weight=token_weight.contiguous())
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        others = {"weight": weight.double(), "token_weight": token_weight.to(dtype)}
+        torch.testing.assert_close(loss_and_gradient(cross_entropy, logits, labels, **others), expected)
+    ignored_rows = token_weight.where(labels >= 0, 100.0)
+    actual = loss_and_gradient(cross_entropy, logits, labels, weight=weight, token_weight=ignored_rows)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
