@@ -1,8 +1,12 @@
 """The one yardstick of the kernel tests: no further from float64 than plain PyTorch in the same dtype; and draws."""
 
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = ["contiguous", "transposed", "sliced", "spaced", "expanded"]
 
 
 def few(max_examples: int) -> settings:
@@ -37,3 +41,16 @@ def assert_as_accurate(
     allowed = factor * eager_error + rounding
     if not error <= allowed:  # also catches NaN
         raise AssertionError(f"{name}: error {error:.3e}, eager's {eager_error:.3e}, allowed {allowed:.3e}")
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """A tensor of the same shape and, unless expanded, of the same values."""
+    if x.dim() == 0 or layout == "contiguous":
+        return x.contiguous()
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced":  # also starts at an odd address
+        return F.pad(x, (1, 2))[..., 1:-2]
+    if layout == "spaced":
+        return x.repeat_interleave(2, dim=-1)[..., ::2]
+    return x[:1].expand(x.shape)

@@ -9,6 +9,7 @@ from triton.runtime import interpreter
 
 from liger_ops import backend
 from tests.liger_ops.interpreter import patch_builtins_found_once, splat_that_keeps_booleans
+from tests.liger_ops.operators import OperatorLog
 
 _DEVICE = pytest.param("cpu", id="interpreter", marks=pytest.mark.interpreter)
 if torch.cuda.is_available():  # Triton chooses the interpreter when it is imported
@@ -56,3 +57,10 @@ def device(
     if request.param == "reference":
         monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
     return triton_device
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> OperatorLog:
+    """Sees the operators inside of the ops, such as their products."""
+    monkeypatch.setattr(backend, "is_traced", lambda: False)
+    return OperatorLog()

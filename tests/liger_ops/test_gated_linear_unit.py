@@ -1,5 +1,6 @@
 """activation(gate) * up: kernels against the reference in float64, with plain PyTorch as the yardstick."""
 
+import functools
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,30 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
-from tests.liger_ops.accuracy import assert_as_accurate, few
+from tests.liger_ops.accuracy import DTYPES, LAYOUTS, assert_as_accurate, few, lay_out
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Unit = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
-
-
-def gelu_tanh_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    return gelu_mul(gate, up, approximate="tanh")
 
 
 UNITS = {
     "silu": (silu_mul, F.silu),
     "gelu": (gelu_mul, F.gelu),
-    "gelu_tanh": (gelu_tanh_mul, lambda gate: F.gelu(gate, approximate="tanh")),
+    "gelu_tanh": (functools.partial(gelu_mul, approximate="tanh"), lambda gate: F.gelu(gate, approximate="tanh")),
     "relu_squared": (relu_squared_mul, lambda gate: F.relu(gate).square()),
 }
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "halves": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]] if x.dim() else x,
-    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else x,
-    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
-}
-
-
 SILU = UNITS["silu"]
 
 
@@ -56,7 +44,7 @@ def unit(request: pytest.FixtureRequest) -> Unit:
         # The last: four blocks and two columns.
         shape=st.sampled_from([(), (1, 1), (0, 64), (3, 507), (1, 1024), (2, 3, 683)]),
         dtypes=st.tuples(*2 * [st.sampled_from([*DTYPES, None])]),
-        layouts=st.tuples(*2 * [st.sampled_from([*LAYOUTS])]),
+        layouts=st.tuples(*2 * [st.sampled_from(LAYOUTS)]),
         wanted=st.sampled_from([(True, True), (True, False), (False, True)]),
         seed=st.integers(0, 2**16),
     )
@@ -66,14 +54,14 @@ def test_no_less_accurate_than_plain_pytorch(draw: Any, triton_device: torch.dev
     """Of two tensors of one or of two dtypes, of a packed one, and relu squared without up; all gradients or one."""
     torch.manual_seed(draw.seed)
     function, activation = UNITS[draw.name]
-    first, (input_layout, upstream_layout) = draw.dtypes[0] or torch.float32, (LAYOUTS[name] for name in draw.layouts)
+    first, (input_layout, upstream_layout) = draw.dtypes[0] or torch.float32, draw.layouts
     gate, up, grad_output = (3 * torch.randn(draw.shape, device=triton_device) for _ in range(3))
-    inputs = [input_layout(each.to(dtype)) for each, dtype in ((gate, first), (up, draw.dtypes[1] or first))]
+    inputs = [lay_out(each.to(dtype), input_layout) for each, dtype in ((gate, first), (up, draw.dtypes[1] or first))]
     if draw.kind == "packed" and draw.shape:
-        inputs = [input_layout(torch.cat((gate, up), dim=-1).to(first))]
+        inputs = [lay_out(torch.cat((gate, up), dim=-1).to(first), input_layout)]
     elif draw.kind == "alone":
         function, activation, inputs = relu_squared, UNITS["relu_squared"][1], inputs[:1]
-    upstream = upstream_layout(grad_output.to(first))
+    upstream = lay_out(grad_output.to(first), upstream_layout)
     needs = draw.wanted if len(inputs) == 2 else (True,)
 
     def plain(*inputs: Tensor) -> Tensor:
@@ -178,25 +166,20 @@ def test_arrays_that_a_hook_keeps_stay(triton_device: torch.device) -> None:
     assert all(np.array_equal(array, before[key]) for key, array in arrays.items())
 
 
-class Keeper(TorchDispatchMode):
-    """Keeps what each operation returns, as a tensor that shares its memory, and a copy of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default:
-            self.kept.append((result.detach(), result.detach().clone()))
-        return result
-
-
 def test_tensors_that_a_dispatch_mode_keeps_stay(triton_device: torch.device) -> None:
-    with Keeper() as keeper:
+    kept: list[tuple[Tensor, Tensor]] = []  # tensors that share memory with what operations return, and copies
+
+    class Keeper(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                kept.append((result.detach(), result.detach().clone()))
+            return result
+
+    with Keeper():
         loss_of(SILU, project(triton_device, 8, 8)).backward()
-    assert len(keeper.kept) >= 2
-    assert all(torch.equal(tensor, copy) for tensor, copy in keeper.kept)
+    assert len(kept) >= 2
+    assert all(torch.equal(tensor, copy) for tensor, copy in kept)
 
 
 def test_transposed_inputs_stay_what_they_are(triton_device: torch.device) -> None:

@@ -372,12 +372,6 @@ def test_dtensors_that_are_spread_in_other_ways_are_left_to_pytorch(
     assert not updated_parameters
 
 
-@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 1.0), (float("nan"), 0.9)])
-def test_bad_betas_raise(betas: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="betas"):
-        AdamW([torch.zeros(2, requires_grad=True)], betas=betas)
-
-
 @pytest.mark.gpu
 def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its real bound, under a GradScaler too, against PyTorch's fused kernel."""

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from liger_ops import rope
 from liger_ops.rope import apply_rotary, choose_launch
-from tests.liger_ops.accuracy import assert_as_accurate, few
+from tests.liger_ops.accuracy import DTYPES, assert_as_accurate, few
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Heads, heads of keys, columns, rotated columns: the smallest, a half that is no power of two, grouped queries, more
 # heads than one tile, partial rotation, common sizes.
 SIZES = [(1, 1, 2, 2), (7, 1, 80, 80), (4, 2, 64, 64), (17, 3, 256, 256), (5, 2, 20, 6), (5, 2, 20, 16), (3, 2, 96, 96)]

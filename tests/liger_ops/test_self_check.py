@@ -26,9 +26,9 @@ def test_all_ops_pass(device: str, dtype: torch.dtype) -> None:
 
 
 def test_kernels_pass(triton_device: torch.device) -> None:
-    names = ("rms_norm", "silu_mul", "apply_rotary")  # that the interpreter runs fast
+    names = ("rms_norm", "silu_mul", "apply_rotary", "linear_token_loss")  # the last is no case of test_ops
     results = list(run_self_checks(names, triton_device, torch.bfloat16))
-    assert [(result.path, result.message) for result in results] == 3 * [("triton", "")]
+    assert [(result.path, result.message) for result in results] == 4 * [("triton", "")]
 
 
 def _spoilt(op: Any, what: str) -> Any:

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from liger_ops import VocabShard, linear_cross_entropy
 from tests.liger_ops.workers.vocab_parallel import MAKERS, is_of_vocabulary, make, with_gradients
 from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS, launch
 
@@ -41,17 +39,3 @@ def test_results_and_gradients_are_those_of_the_whole_head(ranks: list[dict[str,
         else:
             assert torch.equal(own, other)
         torch.testing.assert_close(own, expected, atol=tolerance * max(1.0, expected.abs().max().item()), **close)
-
-
-ONE_RANK = dist.ProcessGroup(0, 1)  # it can do nothing: arguments are refused before any rank speaks
-
-
-def test_labels_and_class_weights_are_those_of_the_whole_vocabulary() -> None:
-    shard = VocabShard(ONE_RANK, 5, 10)
-    x, weight = torch.randn(2, 4), torch.randn(5, 4)
-    with pytest.raises(ValueError, match="target must be between 0 and vocab_size - 1 = 9"):
-        linear_cross_entropy(x, weight, torch.tensor([0, 10]), vocab_shard=shard)
-    with pytest.raises(ValueError, match=r"weight must have shape \(10,\)"):
-        linear_cross_entropy(x, weight, torch.tensor([0, 9]), weight=torch.ones(5), vocab_shard=shard)
-    with pytest.raises(ValueError, match="vocab_shard must be None for class probabilities"):
-        linear_cross_entropy(x, weight, torch.rand(2, 5), vocab_shard=shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_ops import TokenScores, linear_cross_entropy, linear_log_probs, linear_token_loss
+from tests.liger_ops.operators import OperatorLog
 
-MODULE = importlib.import_module("liger_ops.loss.head_passes")
 HIDDEN, VOCAB = 6, 37
 SHAPES = [(2, 5), (7,), (1, 3), (0,)]
 CHUNK = {"chunk_bytes": 4 * VOCAB * 8}
@@ -84,16 +84,24 @@ def test_scores(temperature: Any) -> None:
     torch.testing.assert_close(actual, truth, rtol=1e-6, atol=1e-6)
 
 
-def test_loss_of_tokens() -> None:
+@pytest.mark.parametrize("has_units", [False, True])
+def test_loss_of_tokens(has_units: bool) -> None:
     inputs, weight, targets, adapter = make()
-    advantages = torch.randn(sum(labels.numel() for labels in targets), dtype=torch.float64)
+    num_tokens = sum(labels.numel() for labels in targets)
+    advantages, unit_of_token = torch.randn(num_tokens, dtype=torch.float64), torch.arange(num_tokens) % 3
+    flat_units = unit_of_token.split([labels.numel() for labels in targets])
+    units = [each.view(labels.shape) for each, labels in zip(flat_units, targets, strict=True)]
+    seen: list[set[int]] = []
     options: dict[str, Any] = {"outputs": ("log_probs", "entropy")}
 
     def token_loss(scores: TokenScores, index: Tensor) -> Tensor:
+        seen.append({*unit_of_token[index].tolist()})
         return advantages[index] * scores.log_probs.exp() - scores.entropy
 
+    options |= {"units": units if has_units else None}
     loss, scores = linear_token_loss(inputs, weight, targets, token_loss, adapter=adapter, **options, **CHUNK)
-    expected = linear_log_probs(inputs, weight, targets, adapter=adapter, **options)
+    assert not has_units or seen == [{0}, {1}, {2}]
+    expected = linear_log_probs(inputs, weight, targets, adapter=adapter, outputs=options["outputs"])
     flat = torch.cat([group.log_probs.exp().flatten() for group in expected])
     kept = torch.cat([labels.flatten() for labels in targets]) != -100
     truth = (advantages * flat)[kept].sum() - sum(group.entropy.sum() for group in expected)
@@ -103,45 +111,10 @@ def test_loss_of_tokens() -> None:
     torch.testing.assert_close(gradients(loss, inputs, weight, adapter), gradients(truth, inputs, weight, adapter))
 
 
-def test_the_head_gets_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_gets_one_gradient(log: OperatorLog) -> None:
     inputs, weight, targets, _ = make()
-    seen: list[Tensor] = []
-    weight.register_hook(seen.append)
-    loops: list[int] = []
-    loop = MODULE.chunked_linear_loss
-
-    def logged_loop(hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
-        loops.append(len(hidden_states))
-        return loop(hidden_states, *arguments, **options)
-
-    monkeypatch.setattr(MODULE, "chunked_linear_loss", logged_loop)
-    linear_cross_entropy(inputs, weight, targets, reduction="sum").backward()
-    assert loops == [sum(labels.numel() for labels in targets)]
-    assert len(seen) == 1
-
-
-TWO, THREE = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-UP = torch.ones(VOCAB, 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"target": TWO}, TypeError, "target must be a sequence of tensors, one for"),
-        ({"target": [TWO]}, ValueError, "target must be a sequence of 2 tensors"),
-        ({"target": [TWO, 3]}, TypeError, r"target\[1\] must be a tensor, got 3"),
-        ({"target": [TWO, TWO]}, ValueError, r"input\[1\] must hold hidden states of"),
-        ({"token_weight": torch.ones(5)}, TypeError, "token_weight must be a sequence of numbers or tensors"),
-        ({"token_weight": [1.0]}, ValueError, "token_weight must be a sequence of one number or tensor for each of 2"),
-        ({"token_weight": [1.0, "x"]}, TypeError, r"token_weight\[1\] must be a finite number, got 'x'"),
-        ({"token_weight": [1.0, torch.ones(2)]}, ValueError, r"token_weight\[1\] must have its target's shape \(3,\)"),
-        ({"adapter": (torch.ones(5, 2), UP)}, TypeError, r"adapter\[0\] must be a sequence of tensors"),
-        ({"adapter": ([torch.ones(2, 2)] * 2, UP)}, ValueError, r"adapter\[0\]\[1\] must be of shape"),
-    ],
-)
-def test_groups_that_do_not_fit_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        linear_cross_entropy(
-            [torch.ones(2, HIDDEN), torch.ones(3, HIDDEN)], torch.ones(VOCAB, HIDDEN),
-            **{"target": [TWO, THREE], **changes},
-        )  # fmt: skip
+    num_tokens = sum(labels.numel() for labels in targets)
+    with log:
+        whole = SimpleNamespace(batch_chunk_size=num_tokens)
+        linear_cross_entropy(inputs, weight, targets, reduction="sum", options=whole).backward()
+    assert [sizes for sizes in log.products if sizes[0] == VOCAB] == [(VOCAB, num_tokens, HIDDEN)]

@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops import backend, linear_topk_log_probs
-from liger_ops.loss import head_passes as module
+from liger_ops import linear_topk_log_probs
 from tests.liger_ops.accuracy import few
 from tests.liger_ops.loss.cases import no_waits
-from tests.liger_ops.operators import OperatorLog
 
 TOKENS, CLASSES, HIDDEN, RANK, GIVEN = 9, 37, 7, 2, 5
 CHUNK_BYTES = 4 * CLASSES * 4  # four tokens
@@ -122,50 +120,6 @@ def test_log_probs_and_gradients_are_those_of_whole_logits(
         with_gradients(found, head, hidden, torch.nan), with_gradients(expected, truth, hidden, 0.0), rtol=2e-5,
         atol=1e-4, check_dtype=False,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("trained", "saved", "passes"), [
-    (("x",), 0, [(True, False)]),
-    (("x", "weight"), 0, [(False, False), (True, True)]),
-    (("x", "weight"), 2**30, [(False, False), (True, True)]),
-    ((), 0, [(False, False)]),
-])  # fmt: skip
-def test_a_frozen_head_takes_two_products(
-    trained: tuple[str, ...], saved: int, passes: list[tuple[bool, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[bool, ...]] = []
-    original = module.chunked_linear_loss
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(tuple(kwargs["needs_gradient"][:2]))
-        if saved and len(calls) == 2:
-            assert len(kwargs["saved"].chunks) == 3
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(module, "chunked_linear_loss", counted)
-    head = make_head(trained)
-    log_probs = linear_topk_log_probs(
-        head["x"], head["weight"], make_ids().clamp(min=0), chunk_bytes=CHUNK_BYTES, saved_logits_bytes=saved
-    )
-    if trained:
-        log_probs.sum().backward()
-    assert calls == passes
-    calls.clear()
-    linear_topk_log_probs(head["x"], head["weight"], make_ids(), renormalize=True)
-    assert not calls
-
-
-@pytest.mark.parametrize("trained", [("x",), ("x", "weight")])
-def test_without_a_mask_no_token_is_sorted_or_gathered(
-    trained: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "is_traced", lambda: False)
-    head, ids = make_head(trained), make_ids().clamp(min=0)
-    for options, is_sorted in (({}, False), ({"mask": torch.ones(TOKENS, dtype=torch.bool)}, True)):
-        with OperatorLog() as log:
-            run(head, ids, **options)[1].sum().backward()
-        aten = torch.ops.aten
-        assert bool(log.operators & {aten.argsort, aten.index_select}) == is_sorted
 
 
 @pytest.mark.gpu

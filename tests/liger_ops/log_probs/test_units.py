@@ -13,8 +13,6 @@ from liger_ops import TokenScores, linear_token_loss
 from liger_ops.log_probs.units import plan_units
 from tests.liger_ops.log_probs.cases import (
     CASES,
-    HIDDEN,
-    VOCAB,
     Case,
     call,
     chunk_of,
@@ -24,11 +22,6 @@ from tests.liger_ops.log_probs.cases import (
 )
 
 NUM_UNITS = 3
-
-
-def units_of(target: Tensor) -> Tensor:
-    """Units of different sizes whose tokens alternate; the numbers have gaps."""
-    return (torch.arange(target.numel(), device=target.device) % NUM_UNITS * 7 - 7).view_as(target)
 
 
 def unit_loss(log_probs: Tensor, index: Tensor, units: Tensor) -> Tensor:
@@ -58,7 +51,8 @@ def chunks_seen(head: Any, units: Tensor, **options: Any) -> tuple[Tensor, list[
 @pytest.mark.parametrize("case", [case for case in CASES if case.outputs == ("log_probs",)], ids=str)
 def test_losses_of_units_are_those_of_whole_logits_in_float64(case: Case) -> None:
     head = make(case._replace(frozen=False), torch.float64)
-    units = units_of(head.target)
+    # Of different sizes, whose tokens alternate; the numbers have gaps.
+    units = (torch.arange(head.target.numel()) % NUM_UNITS * 7 - 7).view_as(head.target)
     leaves = leaves_of(head, False)
     index = (head.target.reshape(-1) != -100).nonzero()[:, 0]
     log_probs = call(linear_log_probs_reference, leaves, head).log_probs.reshape(-1)[index]
@@ -71,25 +65,6 @@ def test_losses_of_units_are_those_of_whole_logits_in_float64(case: Case) -> Non
         in_chunks = [set(units.reshape(-1)[chunk].tolist()) for chunk in seen]
         assert sum(map(len, in_chunks)) == NUM_UNITS, "a unit was in two chunks"
         assert torch.cat(seen).sort().values.equal(index)
-
-
-def test_groups_have_a_sequence_of_units() -> None:
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(n, HIDDEN, generator=generator, requires_grad=True) for n in (4, 5)]
-    weight = torch.randn(VOCAB, HIDDEN, generator=generator)
-    targets = [torch.randint(VOCAB, (n,), generator=generator) for n in (4, 5)]
-    units = [torch.tensor([0, 1, 0, 1]), torch.tensor([1, 0, 2, 2, 1])]
-    flat = torch.cat(units)
-
-    def run(**options: Any) -> tuple[Tensor, ...]:
-        def loss(scores: TokenScores, index: Tensor) -> Tensor:
-            assert scores.log_probs is not None
-            return unit_loss(scores.log_probs, index, flat)
-
-        total, _ = linear_token_loss(inputs, weight, targets, loss, units=units, **options)
-        return total, *torch.autograd.grad(total, inputs)
-
-    torch.testing.assert_close(run(chunk_bytes=VOCAB * 4 * 3), run(chunk_bytes=2**30))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ from torch import Tensor
 from liger_ops import TokenStats, cross_entropy
 from tests.liger_ops.accuracy import assert_as_accurate
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
 EVERYTHING: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 8.0, "logit_scale": 0.5, "z_loss_weight": 1e-2}
 """Options that are numbers and change the loss."""
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.liger_ops.loss.cases import draw_labels, plain_cross_entropy
 
 HIDDEN = 16
-NAMES = ("input", "linear_weight", "linear_bias")
 WHOLE = 1000  # stands for as many rows as there are, in one chunk
 
 

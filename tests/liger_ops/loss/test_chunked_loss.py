@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liger_ops import backend, linear_cross_entropy
+from liger_ops import linear_cross_entropy
 from liger_ops.loss import chunked_loss
 from liger_ops.loss.chunked_loss import choose_accumulate_dtype, choose_chunk_size, default_chunk_size
 from tests.liger_ops.accuracy import few
@@ -96,47 +96,6 @@ def test_rows_of_logits_are_aligned_and_their_padding_is_no_nan(num_columns: int
 
 
 # In linear_cross_entropy.
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> OperatorLog:
-    """Sees the products inside of the ops."""
-    monkeypatch.setattr(backend, "is_traced", lambda: False)
-    return OperatorLog()
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-@pytest.mark.parametrize(
-    ("needed", "per_chunk"),
-    [
-        ((False, False, False), 1),
-        ((False, False, True), 1),
-        ((True, False, False), 2),
-        ((False, True, False), 2),
-        ((True, True, True), 3),
-    ],
-    ids=["no_gradient", "bias", "input", "weight", "all"],
-)
-def test_only_the_products_that_are_needed_are_computed(
-    needed: tuple[bool, bool, bool], per_chunk: int, reduction: str, log: OperatorLog
-) -> None:
-    tensors, labels = make_batch(12, 50)
-    labels.clamp_(min=0)
-    upstream = torch.ones(12) if reduction == "none" else None
-    chunks = chunks_of(4, tensors)
-    with log:
-        if any(needed):
-            loss_and_gradients(
-                linear_cross_entropy, tensors, labels, upstream, needed=needed, reduction=reduction, **chunks
-            )
-        else:
-            with torch.no_grad():
-                leaves = [tensor.requires_grad_() for tensor in tensors]
-                linear_cross_entropy(*leaves[:2], labels, linear_bias=leaves[2], reduction=reduction, **chunks)
-    # Without reduction, backward repeats the projection that forward made for the losses.
-    repeated = 1 if reduction == "none" and any(needed) else 0
-    assert len(log.products) == 3 * (per_chunk + repeated)
-    assert all(4 in shape for shape in log.products)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])

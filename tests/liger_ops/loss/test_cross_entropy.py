@@ -5,7 +5,6 @@ Both ways of the kernels, and their block borders, are in test_row_kernels; prop
 
 import inspect
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import liger_ops.loss.cross_entropy  # noqa: F401  # the package's attribute of that name is the function
 from liger_ops import TokenStats, backend, cross_entropy
 from liger_ops.loss.options import REDUCTIONS
-from tests.liger_ops.accuracy import assert_as_accurate, few
+from tests.liger_ops.accuracy import DTYPES, LAYOUTS, assert_as_accurate, few, lay_out
 from tests.liger_ops.loss.cases import (
-    DTYPES,
     LOSS_OPTIONS,
     UPSTREAM,
     assert_matches_plain,
@@ -38,13 +35,6 @@ from tests.liger_ops.loss.cases import (
 )
 
 MODULE = sys.modules["liger_ops.loss.cross_entropy"]
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda logits: logits,
-    "transposed": lambda logits: logits.t().contiguous().t(),
-    "every_other_class": lambda logits: logits.repeat_interleave(2, 1)[:, ::2],
-    "rows_of_a_wider_tensor": lambda logits: F.pad(logits, (3, 5))[:, 3:-5],
-    "one_row_for_all": lambda logits: logits[:1].expand(len(logits), -1),
-}
 
 
 @given(
@@ -58,7 +48,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         reduction=st.sampled_from(REDUCTIONS),
         weights=st.sampled_from(["", "class", "token", "class and token"]),
         ignored=st.sampled_from(["none", "some"]),
-        layout=st.sampled_from(sorted(LAYOUTS)),
+        layout=st.sampled_from(LAYOUTS),
         options=LOSS_OPTIONS,
         upstream=UPSTREAM,
         inplace_backward=st.booleans(),
@@ -73,7 +63,7 @@ def test_loss_stats_and_gradient_are_as_accurate_as_plain_pytorchs(draw: Any, de
     if options["softcap"]:  # a saturated cap leaves no gradient
         spread, offset = min(spread, 4.0), 0.0
     drawn = offset + spread * torch.randn(draw.num_tokens, draw.vocab_size)
-    logits = LAYOUTS[draw.layout](drawn.to(device, draw.dtype))
+    logits = lay_out(drawn.to(device, draw.dtype), draw.layout)
     labels = draw_labels(draw.num_tokens, draw.vocab_size, draw.ignored, options["ignore_index"]).to(device)
     options = options | draw_weights(draw.num_tokens, draw.vocab_size, draw.weights, device)
     grad = draw_upstream((draw.num_tokens,) if reduction == "none" else (), draw.upstream, device)
@@ -101,7 +91,7 @@ def test_loss_stats_and_gradient_are_as_accurate_as_plain_pytorchs(draw: Any, de
     difference_scale = 3 * grad.abs().max().item() * torch.finfo(torch.float32).eps / torch.finfo(draw.dtype).eps
     for gradient in gradients:
         assert_as_accurate("gradient", gradient, eager[1], truth[1], magnitude=difference_scale)
-    shares_rows = draw.layout == "one_row_for_all" and draw.num_tokens > 1
+    shares_rows = draw.layout == "expanded" and draw.num_tokens > 1
     if draw.inplace_backward and backend.use_triton(logits) and logits.stride(-1) == 1 and not shares_rows:
         assert gradients[0].data_ptr() == logits.data_ptr()
 
@@ -203,14 +193,6 @@ def test_calls_of_pytorchs_function_give_the_same(
     assert ours[: len(theirs)] == theirs
 
 
-def test_ignored_logits_are_not_read(triton_device: torch.device) -> None:
-    logits, labels = torch.full((7, 123), torch.nan, device=triton_device), torch.full((7,), -100, device=triton_device)
-    for reduction in ("sum", "mean"):
-        loss, gradient = loss_and_gradient(cross_entropy, logits, labels, reduction=reduction, z_loss_weight=0.1)
-        assert loss.isnan() if reduction == "mean" else not loss.any()
-        assert torch.equal(gradient, torch.zeros_like(logits))
-
-
 # Statistics.
 
 
@@ -233,7 +215,7 @@ def test_stats_have_the_targets_shape_and_neutral_values_at_ignored_tokens(
         assert_stats_match_plain(flat, logits[:7], labels[:7], ignore_index=5)
 
 
-# Errors; wrong arguments are in bad_inputs_losses.
+# Errors; wrong arguments are in bad_inputs_ops.
 
 
 @pytest.mark.parametrize(

@@ -303,10 +303,6 @@ def test_logits_that_say_nothing_show_in_their_rows_unless_ignored(
     torch.testing.assert_close(gradient[others], expected_gradient[others])
 
 
-def is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
 @pytest.mark.parametrize("vocab_size", [1, 123, 128, 4096, 4097, 32768, 50257, 262144, 2**20])
 def test_launches_fit_rows_and_kernels(vocab_size: int) -> None:
     row_size = min(vocab_size, launch_module.MAX_ROW_IN_REGISTERS // 2)
@@ -314,8 +310,7 @@ def test_launches_fit_rows_and_kernels(vocab_size: int) -> None:
     blockwise = choose_block_launch(vocab_size, 132, 2, 80 * 1024)
     gradient = choose_gradient_launch(vocab_size)
     for launch in (whole_row, blockwise, gradient):
-        assert is_power_of_two(launch.block_size)
-        assert is_power_of_two(launch.num_warps)
+        assert launch.block_size.bit_count() == launch.num_warps.bit_count() == 1  # powers of two
         assert launch.num_warps <= 32
         assert launch.num_stages >= 1
         assert all(1 <= launch.num_programs(num_rows) <= num_rows for num_rows in (1, 131, 10_000))

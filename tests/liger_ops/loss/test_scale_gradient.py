@@ -9,8 +9,7 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.loss import scale_gradient
 from liger_ops.loss.scale_gradient import scale_gradient as scale
-from tests.liger_ops.accuracy import few
-from tests.liger_ops.loss.cases import DTYPES
+from tests.liger_ops.accuracy import DTYPES, few
 
 BLOCK = 16
 

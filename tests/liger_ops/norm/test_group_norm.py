@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops.norm.group_norm import choose_launch, group_norm
-from tests.liger_ops.accuracy import assert_as_accurate, few
+from tests.liger_ops.accuracy import DTYPES, assert_as_accurate, few
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # No positions, small, instance norm, several blocks a group with channels together, several blocks a channel.
 SHAPES = [
     *(((5, 6), 3), ((2, 6, 7), 3), ((3, 4, 5, 5), 4), ((2, 6, 33, 31), 2), ((1, 4, 4500), 2)),

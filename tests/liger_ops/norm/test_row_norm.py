@@ -14,9 +14,8 @@ from torch import Tensor
 from liger_ops import add_rms_norm, layer_norm, rms_norm
 from liger_ops.norm.rms_norm import CASTINGS
 from liger_ops.norm.row_norm import RowNormOptions, row_norm_reference
-from tests.liger_ops.accuracy import assert_as_accurate, few
+from tests.liger_ops.accuracy import DTYPES, assert_as_accurate, few, lay_out
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
 # Where tiles, masks and blocks change; 17 rows of 1024 take three tiles on the interpreter's two programs.
 SHAPES = [
@@ -74,13 +73,6 @@ def calls(draw: st.DrawFn) -> Call:
     if casting is None:
         return Call(None, 0.0, weighted, draw(st.booleans()), False)
     return Call(casting, draw(st.sampled_from([0.0, 1.0])) if weighted else 0.0, weighted, False, draw(st.booleans()))
-
-
-def lay_out(x: Tensor, layout: str) -> Tensor:
-    """The same values, in rows that are read in place or must be copied."""
-    if layout == "sliced":
-        return F.pad(x, (3, 5))[..., 3:-5]
-    return x.mT.contiguous().mT if layout == "transposed" else x
 
 
 @given(
