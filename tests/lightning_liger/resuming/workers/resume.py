@@ -5,6 +5,7 @@
 
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,15 +203,10 @@ def results(run: dict[str, Any]) -> dict[str, Any]:
         return fit(folder / way, seed=seed + run["rank"], strategy=strategy, **devices, **options)._asdict()
 
     def train_fixed(name: str, seed: int, **options: Any) -> dict[str, Any]:
-        def loader() -> DataLoader[Batch]:
-            return shuffled_loader(is_random=False, num_ranks=NUM_RANKS)
+        options |= {"module": DropoutLM(dropout=0.0), "loader": partial(shuffled_loader, False, NUM_RANKS)}
+        return train(name, seed, f"fixed-{name}", limit_val_batches=0, **options)
 
-        module = DropoutLM(dropout=0.0)
-        return train(name, seed, f"fixed-{name}", module=module, loader=loader, limit_val_batches=0, **options)
-
-    def loader() -> DataLoader[Batch]:
-        return shuffled_loader(num_ranks=NUM_RANKS)
-
+    loader = partial(shuffled_loader, num_ranks=NUM_RANKS)
     found: dict[str, Any] = {}
     for way in STRATEGIES:
         found[way] = {"uninterrupted": train(way, 0, way, points=POINTS, loader=loader)}

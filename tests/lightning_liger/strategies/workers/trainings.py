@@ -260,10 +260,10 @@ def reference_training(
 
 
 def assert_trained_as(
-    reference: Reference, runs: list[dict[str, Any]], device: str, *, ranks_per_loss: int = 1, rtol: float | None = None
+    reference: Reference, runs: list[dict[str, Any]], device: str, *, ranks_per_loss: int = 1
 ) -> None:
     """Losses, norms where they were recorded, and parameters of each rank are those of the reference."""
-    rtol = rtol or TOLERANCE[device]
+    rtol = TOLERANCE[device]
     for rank, run in enumerate(runs):
         torch.testing.assert_close(run["losses"], reference.losses[rank // ranks_per_loss], rtol=rtol, atol=1e-7)
         if not any(norm is None or math.isnan(norm) for norm in run["norms"]):
