@@ -14,30 +14,20 @@ from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     KindsOfLogits,
     Losses,
-    build_model,
     logit_counts,
     make_loader,
     make_trainer,
 )
+from tests.lightning_liger.training.logging_lm import LoggingLM
 
 NUM_BATCHES = 4
-
-
-class BuiltInInit(LM):
-    """Its model is built in ``__init__``, and it defines no ``configure_model``."""
-
-    configure_model = L.LightningModule.configure_model
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = build_model()
 
 
 def is_patched(module) -> list[str]:
     return [type(part).__name__ for part in module.modules() if type(part).__name__.startswith("Liger")]
 
 
-@pytest.mark.parametrize("module_class", [LM, BuiltInInit], ids=["configure_model", "built in __init__"])
+@pytest.mark.parametrize("module_class", [LM, LoggingLM], ids=["configure_model", "built in __init__"])
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_losses_are_fused_and_those_of_the_stock_model(tmp_path, strategy, module_class):
     def fit(*callbacks):

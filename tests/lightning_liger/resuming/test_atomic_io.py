@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from lightning_liger import LigerDDPStrategy, LigerSingleDeviceStrategy, LigerStrategy
+from lightning_liger import LigerDDPStrategy, LigerModelParallelStrategy, LigerSingleDeviceStrategy, LigerStrategy
 from lightning_liger.resuming.atomic_io import AtomicCheckpointIO, replace
 from tests.lightning_liger.resuming.workers.faults import files_of_at_most
 from tests.lightning_liger.strategies.workers.distributed import build_model
@@ -59,23 +59,17 @@ def die_at(number: int) -> None:
         setattr(owner, name, counted(getattr(owner, name)))
 
 
-@pytest.mark.parametrize("before", [None, "file", "folder", "link"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_new_checkpoint_replaces_what_is_there_and_leaves_nothing_else(tmp_path, kind, before):
-    path, other = tmp_path / "saved" / "last.ckpt", tmp_path / "other.ckpt"
-    if before in ("file", "folder"):
-        save_in(before, path, OLD)
-    elif before == "link":
-        save_in("file", other, OLD)
-        path.parent.mkdir()
-        path.symlink_to(other)
+def test_new_checkpoint_replaces_a_link_and_not_what_it_names(tmp_path, kind):
+    path, other = tmp_path / "saved" / "last.ckpt", tmp_path / "new" / "other.ckpt"
+    save_in("file", other, OLD)
+    path.parent.mkdir()
+    path.symlink_to(other)
     save_in(kind, path, NEW)
     assert path.is_dir() == (kind == "folder")
     assert not path.is_symlink()
-    torch.testing.assert_close(load(path), NEW)
+    torch.testing.assert_close((load(path), load(other)), (NEW, OLD))
     assert list(path.parent.iterdir()) == [path]
-    if before == "link":
-        torch.testing.assert_close(load(other), OLD)
 
 
 @pytest.mark.parametrize("before", ["file", "folder"])
@@ -155,15 +149,23 @@ def test_removed_folder_loses_its_name_first(tmp_path, monkeypatch, kind):
 # Strategies
 
 
-@pytest.mark.parametrize("strategy", [LigerSingleDeviceStrategy, LigerDDPStrategy, LigerStrategy])
-def test_strategies_write_atomically_unless_told_otherwise(strategy):
-    own = TorchCheckpointIO()
-    assert type(strategy().checkpoint_io) is AtomicCheckpointIO
-    assert strategy(checkpoint_io=own).checkpoint_io is own
-    for inner, kind in ((None, AtomicCheckpointIO), (own, TorchCheckpointIO)):
-        given = AsyncCheckpointIO(inner)
-        assert strategy(checkpoint_io=given).checkpoint_io is given
+@pytest.mark.parametrize("fault_tolerance", [True, False])
+@pytest.mark.parametrize("strategy", [LigerDDPStrategy, LigerStrategy, LigerModelParallelStrategy])
+def test_strategies_write_atomically_unless_told_otherwise(strategy, fault_tolerance):
+    made, own = strategy(fault_tolerance=fault_tolerance), TorchCheckpointIO()
+    default = AtomicCheckpointIO if fault_tolerance else TorchCheckpointIO
+    assert type(made.checkpoint_io) is default
+    for inner, kind in ((None, default), (own, TorchCheckpointIO)):
+        made.checkpoint_io = given = AsyncCheckpointIO(inner)
+        assert made.checkpoint_io is given
         assert type(given.checkpoint_io) is kind
+
+
+@pytest.mark.parametrize("strategy", [LigerSingleDeviceStrategy, LigerDDPStrategy, LigerStrategy])
+def test_strategies_take_a_plugin(strategy):
+    for given in (TorchCheckpointIO(), AsyncCheckpointIO()):
+        assert strategy(checkpoint_io=given).checkpoint_io is given
+    assert type(given.checkpoint_io) is AtomicCheckpointIO
 
 
 @pytest.mark.parametrize("name", ["liger", "liger_fsdp", "liger_model_parallel"])

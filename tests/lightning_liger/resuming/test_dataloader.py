@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from lightning_liger.resuming.dataloader import ResumableDataLoader, resumable
 
@@ -28,11 +21,6 @@ class Numbers(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         self.loaded.append(index)
         return index
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self):
-        yield from torch.arange(10)
 
 
 class Own(DataLoader[int]):
@@ -67,7 +55,6 @@ LOADERS = {
         Numbers(), batch_sampler=BatchSampler(SequentialSampler(Numbers()), 3, drop_last=False)
     ),
     "no batches": lambda: DataLoader(torch.arange(10), batch_size=None, shuffle=True),
-    "iterable": lambda: DataLoader(Stream(), batch_size=3),
     "no sampler": lambda: Own(Numbers()),
 }
 

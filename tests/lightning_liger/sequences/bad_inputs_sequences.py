@@ -13,7 +13,6 @@ from lightning_liger import ContextParallel, shift_labels, split_sequence
 from tests.bad_inputs import row
 
 IDS, STATES = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6, 4)
-INTEGERS = "a tensor of signed integers"
 NOT_INTEGERS: list[tuple[Any, str]] = [
     ([[1, 2]], "got [[1, 2]]"),
     (STATES[..., 0], "got a tensor of shape (2, 6), torch.float32"),
@@ -26,12 +25,9 @@ BATCHES: list[tuple[Any, ...]] = [
     ({"input_ids": IDS, "inputs_embeds": STATES}, "both 'input_ids' and 'inputs_embeds'", "one of"),
     ({"input_ids": IDS, "labels": IDS, "shift_labels": IDS}, "both 'labels' and 'shift_labels'", "one of"),
     ({"input_ids": IDS, "attention_mask": IDS}, "['attention_mask']", "cannot be split", "expected only"),
-    ({"input_ids": IDS, 1: IDS}, "[1]", "cannot be split", "expected only"),
     ({"inputs_embeds": IDS}, "batch['inputs_embeds']", "floating-point", "torch.int64"),
     ({"inputs_embeds": STATES[0]}, "batch['inputs_embeds']", "hidden_size]", "(6, 4)"),
     ({"input_ids": IDS[0]}, "batch['input_ids']", "[batch_size, seq_len]", "(6,)"),
-    ({"input_ids": IDS[None]}, "batch['input_ids']", "[batch_size, seq_len]", "(1, 2, 6)"),
-    ({"input_ids": IDS, "labels": IDS[0]}, "batch['labels']", "[batch_size, seq_len]", "(6,)"),
     ({"input_ids": IDS, "position_ids": IDS.to("meta")}, "position_ids", "must be on cpu", "got meta"),
     ({"input_ids": IDS, "shift_labels": IDS[:1]}, "shift_labels", "in 2 rows", "(1, 6)"),
     ({"input_ids": IDS, "shift_labels": IDS[:, 1:]}, "shift_labels", "6 tokens a row", "(2, 5)"),
@@ -51,10 +47,7 @@ def context() -> ContextParallel:
 BAD_INPUTS = [
     *(row(partial(split_sequence, batch, 0, 2), *mentions) for batch, *mentions in BATCHES),
     row(partial(split_sequence, {"input_ids": IDS}, 2, 2), "at least 0 and below size", "rank=2 and size=2"),
-    *(row(partial(shift_labels, value), f"labels must be {INTEGERS}", text) for value, text in NOT_INTEGERS),
-    *(row(partial(shift_labels, IDS, value), f"position_ids must be {INTEGERS}", text) for value, text in NOT_INTEGERS),
     row(partial(shift_labels, IDS[0, 0]), "labels must be", "seq_len", "shape ()"),
-    row(partial(shift_labels, IDS, IDS.to("meta")), "position_ids must be on cpu", "got meta"),
     row(partial(shift_labels, IDS, IDS[:, 1:]), "position_ids must hold one position for each of (2, 6)", "(2, 5)"),
     row(partial(ContextParallel, 2), "ContextParallel needs torch.distributed", "fabric.launch()", error=RuntimeError),
     row(lambda: (context(), ContextParallel(2)), "context_parallel_size=2", "must divide", "which is 1"),

@@ -11,7 +11,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_liger import (
-    FabricLigerFSDPStrategy,
     LigerDDPStrategy,
     LigerDeepSpeedStrategy,
     LigerFSDPStrategy,
@@ -31,12 +30,10 @@ CHOICES: dict[str, Any] = {LAYERS: "full", POLICY: ["Layer"], BUDGET: 0.5}
 WRONG: list[tuple[Any, ...]] = [
     ("kernels", ["rms_nrom"], "'rms_nrom'", "names out of"),
     ("kernels", {"rope": {"no": 1}}, "rope", "'no': 1"),
-    (LAYERS, "all", "all", "'none', 'full'"),
     (LAYERS, "LlamaDecoderLayer", "LlamaDecoderLayer", "a list or set of layer classes"),
     (LAYERS, {int}, "int", "a class or its name"),
     (POLICY, ["no.Layer"], "no.Layer", "cannot be imported"),
     (LAYERS, ["no.Layer"], "no.Layer", "cannot be imported"),
-    (BUDGET, "80%", "80%", "'auto'"),
     (LAYERS, ["torch.nn.functional.linear"], "torch.nn.functional.linear", "subclasses of torch.nn.Module"),
     (WRAP, {int}, "int", "a class or its name"),
     (WRAP, ["no.Layer"], "no.Layer", "cannot be imported"),
@@ -67,7 +64,10 @@ BAD_INPUTS = [
     row(partial(LigerFSDPStrategy, use_orig_param=True), "'use_orig_param'; did you mean", "'use_orig_params'"),
     row(partial(LigerDeepSpeedStrategy, on_nonfinite_grad="skip"), "on_nonfinite_grad='skip'", "only 'ignore'"),
     row(partial(LigerDeepSpeedStrategy, context_parallel_size=2), "context_parallel_size=2", "only 1"),
-    row(lambda: FabricLigerFSDPStrategy(sharding_strategy="HALF_SHARD"), "sharding_strategy", "HALF_SHARD", "one of"),
+    row(
+        lambda: fit(strategy=LigerDDPStrategy(context_parallel_size=2)),
+        *("context_parallel_size=2 must divide", "processes, which is 1"),
+    ),
     row(
         lambda: fit(strategy=LigerModelParallelStrategy(tensor_parallel_size=4)),
         *("tensor_parallel_size", "a divisor of the number of processes, 1", "got 4"),

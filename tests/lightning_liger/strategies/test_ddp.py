@@ -39,3 +39,16 @@ def test_evaluation_of_lazy_logits_needs_no_gradients():
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             torch.testing.assert_close(model(**batch).loss, build_model()(**batch).loss, rtol=1e-6, atol=0.0)
+
+
+def test_hooks_that_are_registered_later_see_lazy_logits_and_a_failing_one_leaves_the_module_as_it_was():
+    _, model = fabric_model(find_unused_parameters=True)
+    (batch,), seen = make_batches(0, 1), []
+    model.module.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    model(batch["input_ids"])
+    assert isinstance(seen[0], LazyLogits)
+    failing = model.module.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch["input_ids"])
+    failing.remove()
+    assert isinstance(model.module(batch["input_ids"]).logits, LazyLogits)

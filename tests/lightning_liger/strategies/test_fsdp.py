@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_liger import FabricLigerStrategy, LigerStrategy
 from lightning_liger.strategies.fsdp import BackwardRepair
@@ -14,7 +14,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_batches,
     make_loader,
     make_trainer,
-    wrapped_units,
 )
 from tests.lightning_liger.strategies.workers.trainings import reference_training
 
@@ -40,16 +39,6 @@ def test_policy_that_takes_the_heads_weight_away_is_refused_and_others_train(tmp
     trainer.fit(module, make_loader(0, 2))
     reference = reference_training(build_model(tied), [make_batches(0, 2)])
     torch.testing.assert_close(recorder.losses, reference.losses[0], rtol=1e-5, atol=0.0)
-
-
-def test_module_that_the_user_wrapped_is_not_wrapped_again():
-    fabric = launched_fabric("liger_fsdp")
-    model = build_model()
-    model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0], device_id=torch.device("cpu"))
-    model = fabric.setup_module(model)
-    assert list(wrapped_units(model).values()) == ["LlamaDecoderLayer"]
-    (batch,) = make_batches(0, 1)
-    torch.testing.assert_close(model(**batch).loss, build_model()(**batch).loss, rtol=1e-6, atol=0.0)
 
 
 class Manual(LM):
@@ -79,13 +68,6 @@ def test_mesh_of_another_size_than_the_processes_is_refused(tmp_path):
     trainer = make_trainer(root=tmp_path, strategy=LigerStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)))
     with pytest.raises(ValueError, match=r"device_mesh=\(2, 2\): the product of the sizes must be world_size = 1"):
         trainer.fit(LM(), make_loader(0, 1))
-
-
-@pytest.mark.parametrize("strategy", [LigerStrategy, FabricLigerStrategy])
-def test_sharding_strategy_is_a_name_or_one_of_pytorchs(strategy):
-    for wanted in ShardingStrategy:
-        assert strategy(sharding_strategy=wanted).sharding_strategy is wanted
-        assert strategy(sharding_strategy=wanted.name.lower()).sharding_strategy is wanted
 
 
 def test_whole_checkpoints_of_fabric_on_cpus_are_refused(tmp_path):

@@ -60,6 +60,8 @@ POLICIES = [("raise", "norm"), ("ignore", "norm"), *(("skip", clipping) for clip
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 SCALED_ENGINES = ("liger_ddp", "liger_fsdp")
+"""Lightning knows no loss scale with FSDP2."""
+TRAINED = [(each, name) for each in ENGINES for name in PRECISIONS if name != "16-mixed" or each in SCALED_ENGINES]
 NUM_PRECISE_BATCHES = 10
 NUM_MICRO_BATCHES = 2
 OVERFLOWING_BATCH = 3
@@ -100,11 +102,6 @@ def scaled(batches: list[Batch], rank: int, broken: int | None = None) -> list[B
     """``batches``; gradients of the one with the index ``broken`` are not finite on rank 1."""
     scales = [float("inf") if rank == 1 and index == broken else 1.0 for index in range(len(batches))]
     return [batch | {"scale": torch.tensor(scale)} for batch, scale in zip(batches, scales, strict=True)]
-
-
-def is_trained(engine: str, precision: str) -> bool:
-    """Whether Lightning takes the combination: it knows no loss scale with FSDP2."""
-    return precision != "16-mixed" or engine in SCALED_ENGINES
 
 
 def _acting(run: dict[str, Any], make: Any, **options: Any) -> dict[tuple[str, str], Any]:
@@ -158,7 +155,7 @@ def _precise(run: dict[str, Any]) -> dict[str, Any]:
     train = partial(fit, run, accumulate_grad_batches=NUM_MICRO_BATCHES)
     batches = make_uneven_batches(rank, NUM_PRECISE_BATCHES)
     for engine in ENGINES:
-        for precision in (each for each in PRECISIONS if is_trained(engine, each)):
+        for precision in (each for name, each in TRAINED if name == engine):
             options = partial(_precision, engine, precision, run["device"])
             found[f"{engine}-{precision}"] = train(engine, LM(), batches, gradient_clip_val=1e6, **options())
         if engine in SCALED_ENGINES:
@@ -249,7 +246,7 @@ def precise_reference(device):
     return reference_training(build_model(), batches, device, num_micro_batches=NUM_MICRO_BATCHES)
 
 
-@pytest.mark.parametrize(("engine", "precision"), [(e, p) for e in ENGINES for p in PRECISIONS if is_trained(e, p)])
+@pytest.mark.parametrize(("engine", "precision"), TRAINED)
 def test_losses_and_norms_are_those_of_float32_within_rounding_and_dtypes_as_promised(ranks, engine, precision):
     device, results, _ = ranks
     reference, runs = precise_reference(device), [result[f"{engine}-{precision}"] for result in results]

@@ -6,14 +6,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerLMMixin, LigerModelParallelStrategy
+from lightning_liger import LigerModelParallelStrategy
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     Losses,
     build_model,
     launched_fabric,
     make_batches,
-    make_loader,
     make_optimizer,
     make_trainer,
 )
@@ -26,15 +25,6 @@ def test_policy_that_splits_a_tied_pair_is_refused(tmp_path, layer):
     with pytest.raises(ValueError, match=r"puts 'model.model.embed_tokens' and 'model.lm_head', which share"):
         trainer.fit(LM(tied=True), [make_batches(0, 1)[0]])
     torch.distributed.destroy_process_group()
-
-
-class MadeInInit(LigerLMMixin, L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = build_model()
-
-    def configure_optimizers(self):
-        return make_optimizer(self.parameters())
 
 
 class OfLists(L.LightningModule):
@@ -67,17 +57,10 @@ def test_module_with_lists_of_modules_trains_as_on_one_device(tmp_path):
         make_trainer(recorder, root=tmp_path, strategy=strategy).fit(module, DataLoader(batches, batch_size=None))
         if recorder is found:
             sharded = {name for name, child in module.named_modules() if isinstance(child, FSDPModule)}
+            assert "configure_model" not in vars(module)
     assert sharded == {"embedding", "layers.0", "layers.1", "parts.last.0"}
     torch.testing.assert_close(found.losses, expected.losses, rtol=1e-6, atol=0)
     assert len(found.losses) == 4 != found.losses[0]
-
-
-def test_module_without_configure_model_trains_as_one_with_it(tmp_path):
-    found, expected = Losses(), Losses()
-    for recorder, module in ((found, MadeInInit()), (expected, LM())):
-        make_trainer(recorder, root=tmp_path, strategy="liger_model_parallel").fit(module, make_loader(0, 3))
-        assert "configure_model" not in vars(module)
-    assert found.losses == expected.losses
 
 
 def test_fabric_refuses_an_optimizer_of_parameters_that_sharding_replaces_and_trains_in_the_order_it_names():

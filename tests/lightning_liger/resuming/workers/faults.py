@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.lightning_liger.resuming.workers.resume import STRATEGIES, fit, shuffled_loader
 from tests.lightning_liger.strategies.workers.distributed import NUM_RANKS
+from tests.lightning_liger.strategies.workers.trainings import rank_main
 
 FAULT_AT = (1, 3)
 """Epoch and batch: the second of two micro-batches."""
@@ -91,9 +92,8 @@ class FillsDisk(L.Callback):
             self.error = _error_of(lambda: trainer.save_checkpoint(self.path, weights_only=False))
 
 
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+def _results(run: dict[str, Any]) -> dict[str, Any]:
+    folder, device, rank = run["folder"], run["device"], run["rank"]
     results: dict[str, Any] = {}
     for way in WAYS:
         here = folder / way
@@ -116,8 +116,7 @@ def _run_rank(device: str, folder: Path) -> None:
         # Left by the programs that were killed.
         path = folder / fault / "last.ckpt"
         results[fault] = _train(folder, device, strategy="liger_fsdp", seed=90, ckpt_path=path)
-    torch.save(results, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 def _run_program(device: str, folder: Path, fault: str) -> None:
@@ -132,4 +131,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 3:
         _run_program(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
     else:
-        _run_rank(sys.argv[1], Path(sys.argv[2]))
+        rank_main(_results)

@@ -3,10 +3,9 @@
 ``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
 """
 
-import os
 import random
-import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_optimizer,
     make_trainer,
 )
+from tests.lightning_liger.strategies.workers.trainings import rank_main
 
 NUM_BATCHES = 7
 """Of each rank in an epoch: the last optimizer step of an epoch has fewer micro-batches than the others."""
@@ -194,39 +194,31 @@ EXCHANGES = [
 """The strategy that saves, and the one that resumes."""
 
 
-def _run_rank(device: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    devices = {"accelerator": {"cuda": "gpu"}.get(device, device), "devices": NUM_RANKS}
+def results(run: dict[str, Any]) -> dict[str, Any]:
+    folder, devices = run["folder"], {"accelerator": run["accelerator"], "devices": run["size"]}
 
     def train(name: str, seed: int, way: str, **options: Any) -> dict[str, Any]:
         (folder / way).mkdir(exist_ok=True)
         strategy = (STRATEGIES | {"ddp": DDPStrategy})[name]()
-        return fit(folder / way, seed=seed + rank, strategy=strategy, **devices, **options)._asdict()
+        return fit(folder / way, seed=seed + run["rank"], strategy=strategy, **devices, **options)._asdict()
 
     def train_fixed(name: str, seed: int, **options: Any) -> dict[str, Any]:
-        def loader() -> DataLoader[Batch]:
-            return shuffled_loader(is_random=False, num_ranks=NUM_RANKS)
+        options |= {"module": DropoutLM(dropout=0.0), "loader": partial(shuffled_loader, False, NUM_RANKS)}
+        return train(name, seed, f"fixed-{name}", limit_val_batches=0, **options)
 
-        module = DropoutLM(dropout=0.0)
-        return train(name, seed, f"fixed-{name}", module=module, loader=loader, limit_val_batches=0, **options)
-
-    def loader() -> DataLoader[Batch]:
-        return shuffled_loader(num_ranks=NUM_RANKS)
-
-    results: dict[str, Any] = {}
+    loader = partial(shuffled_loader, num_ranks=NUM_RANKS)
+    found: dict[str, Any] = {}
     for way in STRATEGIES:
-        results[way] = {"uninterrupted": train(way, 0, way, points=POINTS, loader=loader)}
+        found[way] = {"uninterrupted": train(way, 0, way, points=POINTS, loader=loader)}
         for name in POINTS:
-            results[way][name] = train(way, 90, way, loader=loader, ckpt_path=folder / way / name)
+            found[way][name] = train(way, 90, way, loader=loader, ckpt_path=folder / way / name)
     for way in dict.fromkeys(name for exchange in EXCHANGES for name in exchange):
-        results[f"fixed-{way}"] = train_fixed(way, 0, points={"epoch.ckpt": POINTS["epoch.ckpt"]})
+        found[f"fixed-{way}"] = train_fixed(way, 0, points={"epoch.ckpt": POINTS["epoch.ckpt"]})
     for saved_by, resumed_by in EXCHANGES:
         path = folder / f"fixed-{saved_by}" / "epoch.ckpt"
-        results[f"{saved_by} to {resumed_by}"] = train_fixed(resumed_by, 90, ckpt_path=path)
-    torch.save(results, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+        found[f"{saved_by} to {resumed_by}"] = train_fixed(resumed_by, 90, ckpt_path=path)
+    return found
 
 
 if __name__ == "__main__":
-    _run_rank(sys.argv[1], Path(sys.argv[2]))
+    rank_main(results)

@@ -45,12 +45,16 @@ POLICIES = {
     "dotted name of what was patched": ([LLAMA + "LlamaMLP"], MLPS),
     "class of what was patched": ({LlamaMLP}, MLPS),
 }
-by_policy = pytest.mark.parametrize(("policy", "units"), POLICIES.values(), ids=POLICIES)
 
 
-@by_policy
-def test_layers_are_wrapped_as_the_user_named_them(policy, units):
+@pytest.mark.parametrize(("policy", "units"), POLICIES.values(), ids=POLICIES)
+def test_layers_are_wrapped_or_recomputed_as_the_user_named_them(tmp_path, policy, units):
     assert units_of(build_model(), policy) == units
+    strategy = LigerStrategy(activation_checkpointing_policy=policy)
+    make_trainer(root=tmp_path, strategy=strategy).fit(LM(), make_loader(0, 1))
+    (controlled,) = strategy._activations.controlled
+    assert [type(layer).__name__ for layer in controlled.layers] == list(units.values())
+    assert controlled.modes == ["recompute"] * 2
 
 
 def test_layers_that_must_not_be_split_are_wrapped_by_default_and_several_kinds_if_named():
@@ -71,12 +75,3 @@ def test_model_that_names_no_layers_is_warned_of_and_becomes_one_unit():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="auto_wrap_policy was not given"):
         assert units_of(model) == {}
-
-
-@by_policy
-def test_activation_checkpointing_recomputes_the_named_layers(tmp_path, policy, units):
-    strategy = LigerStrategy(activation_checkpointing_policy=policy)
-    make_trainer(root=tmp_path, strategy=strategy).fit(LM(), make_loader(0, 1))
-    (controlled,) = strategy._activations.controlled
-    assert [type(layer).__name__ for layer in controlled.layers] == list(units.values())
-    assert controlled.modes == ["recompute"] * 2

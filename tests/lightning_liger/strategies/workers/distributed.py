@@ -199,7 +199,7 @@ def launch(
     device: str,
     folder: Path,
     worker: str,
-    timeout: float = 240.0,
+    timeout: float = 280.0,
     num_ranks: int = NUM_RANKS,
     environment_of: Callable[[int], dict[str, str]] = lambda rank: {},
 ) -> list[dict[str, Any]]:
@@ -216,6 +216,7 @@ def launch(
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "liger-tests",
+        "DS_ACCELERATOR": device,
     }
     command = [sys.executable, "-m", worker, device, str(folder)]
     processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(num_ranks)]

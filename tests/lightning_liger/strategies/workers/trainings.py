@@ -208,11 +208,12 @@ def _number(norm: Any) -> float | None:
 
 
 class Reference(NamedTuple):
-    """The losses of each rank's batches, norms before clipping, parameters in the end."""
+    """The losses of each rank's batches, norms before clipping, parameters in the end, the mean loss of all tokens."""
 
     losses: list[list[float]]
     norms: list[float]
     parameters: dict[str, Tensor]
+    mean: float
 
 
 def reference_training(
@@ -236,7 +237,7 @@ def reference_training(
     model.to(device)
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and optimized(name)]
     losses: list[list[float]] = [[] for _ in batches]
-    norms = []
+    norms, total, num_tokens = [], 0.0, 0
     for _ in range(num_fits):
         optimizer = make_optimizer(parameters)
         for start in range(0, len(batches[0]), num_micro_batches):
@@ -248,20 +249,21 @@ def reference_training(
             for (rank, batch), count in zip(window, counts, strict=True):
                 loss = change(model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss)
                 losses[rank].append(loss.item() if count else 0.0)
+                total, num_tokens = total + losses[rank][-1] * count, num_tokens + count
                 if count:
                     (loss * (count / sum(counts) if per_token else 1 / len(window))).backward()
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm).item())
             torch.nn.utils.clip_grad_value_(parameters, max_value)
             optimizer.step()
     whole = {name: each.detach().cpu() for name, each in model.named_parameters(remove_duplicate=False)}
-    return Reference(losses, norms, whole)
+    return Reference(losses, norms, whole, total / num_tokens)
 
 
 def assert_trained_as(
-    reference: Reference, runs: list[dict[str, Any]], device: str, *, ranks_per_loss: int = 1, rtol: float | None = None
+    reference: Reference, runs: list[dict[str, Any]], device: str, *, ranks_per_loss: int = 1
 ) -> None:
     """Losses, norms where they were recorded, and parameters of each rank are those of the reference."""
-    rtol = rtol or TOLERANCE[device]
+    rtol = TOLERANCE[device]
     for rank, run in enumerate(runs):
         torch.testing.assert_close(run["losses"], reference.losses[rank // ranks_per_loss], rtol=rtol, atol=1e-7)
         if not any(norm is None or math.isnan(norm) for norm in run["norms"]):
