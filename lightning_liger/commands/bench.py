@@ -4,9 +4,7 @@ An arm is ``python -m lightning_liger.commands.bench ARM fit --config user.yaml 
 """
 
 import contextlib
-import importlib
 import json as json_module
-import math
 import os
 import re
 import signal
@@ -21,16 +19,17 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 from rich.table import Column, Table
 from typing_extensions import override
 
 from liger_ops.arguments import check_integer, check_number, check_path, wrong_value
+from lightning_liger.callbacks import LigerCallback
 from lightning_liger.cli.messages import PROGRAM, end, message_of
 from lightning_liger.cli.training import LigerCLI
 from lightning_liger.monitor import LigerMonitor
-from lightning_liger.strategies.trainer import TrainerStrategy
+from lightning_liger.strategies.parts.activations import ActivationControl
+from lightning_liger.strategies.parts.kernels import Kernels
 
 _WORKER = (sys.executable, "-m", "lightning_liger.commands.bench")
 _OF_TRAINER = """
@@ -39,8 +38,8 @@ profiler=null limit_val_batches=0 num_sanity_val_steps=0 val_check_interval=null
 """
 _SETTINGS = ("--ckpt_path=null", *(f"--trainer.{setting}" for setting in _OF_TRAINER.split()))
 """Options of ``fit`` that every arm has in place of the user's."""
-_KEPT_CALLBACKS = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
-"""Callbacks of Lightning that change how a step trains. Those of users are all kept."""
+_KEPT_CALLBACKS = ("GradientAccumulationScheduler", "LigerCallback", "StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks of Lightning and of this package that change how a step trains. Those of users are all kept."""
 _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 """Relative, of losses: four roundings in the dtype of the precision, since errors grow from step to step."""
 _COLUMNS = {
@@ -86,10 +85,7 @@ def run_bench(
     if not any(option.partition("=")[0] in ("--config", "-c", "--model") for option in fit_options):
         raise ValueError(f"config is required: {PROGRAM} bench --config user.yaml")
     folder = Path(output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"output must be a folder, or a new one, got {output!r}: {error.strerror}") from error
+    folder.mkdir(parents=True, exist_ok=True)
     options = (*fit_options, f"--trainer.max_steps={warm_up + steps}", f"--trainer.default_root_dir={folder}")
     rows = []
     for arm in chosen:
@@ -115,8 +111,7 @@ def _parse_arms(arms: str, memory_budget: str) -> list[dict[str, Any]]:
         budget: Any = word
         with contextlib.suppress(ValueError):
             budget = float(word)
-        if budget != "auto" and not (isinstance(budget, float) and 0 < budget < math.inf):
-            raise wrong_value("memory_budget", "'auto' or positive numbers, separated by commas", memory_budget)
+        ActivationControl(budget=budget)  # raises for others
         found.append({"name": f"budget {word}", "kernels": True, "memory_budget": budget})
     return found
 
@@ -152,29 +147,23 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
 
 
 def compare_losses(rows: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    """A sentence on the losses of the arms, and whether they agree within the tolerance of the precision.
-
-    They are those of the first arm's lowest loss: of the last step, unless the training diverges and errors grow.
-    """
+    """A sentence on the losses of the arms, and whether they agree: those of the first arm's best step."""
     measured = [row for row in rows if row.get("losses")]
     if len(measured) < 2:
         return "", True
-    precision, losses = measured[0]["precision"], torch.tensor([row["losses"] for row in measured], dtype=torch.float64)
-    tolerance, step = _TOLERANCES.get(precision.partition("-")[0], 1e-3), int(losses[0].argmin())
-    first = losses[0, step]
-    differs = float((losses[:, step] - first).abs().max() / first.abs().clamp(min=1e-12))
-    differs = differs if losses.isfinite().all() else math.inf
-    word = "agree" if differs <= tolerance else "DIFFER"
-    allowed = f"{tolerance:.2g} allowed ({precision})"
-    return f"The losses of step {step + 1} {word}: {differs:.2g} relative, {allowed}.", differs <= tolerance
+    losses = torch.tensor([row["losses"] for row in measured], dtype=torch.float64)
+    tolerance, step = _TOLERANCES.get(measured[0]["precision"].partition("-")[0], 1e-3), int(losses[0].argmin())
+    differs = float((losses - losses[0])[:, step].abs().max() / losses[0, step].abs().clamp(min=1e-12))
+    agrees = differs <= tolerance and bool(losses.isfinite().all())
+    words = f"{'agree' if agrees else 'DIFFER'}: {differs:.2g} relative, {tolerance:.2g} allowed"
+    return f"The losses of step {step + 1} {words}.", agrees
 
 
 def _print(rows: Sequence[dict[str, Any]], more: str) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, 80)  # narrower tables would lose digits
     measured = [row for row in rows if row["status"] == "ok"]
-    title = "{processes} x {device}, {precision}, medians" if measured else "No arm was measured"
-    title = title.format_map(measured[0] if measured else {})
+    title = "{processes} x {device}, {precision}, medians".format_map(measured[0]) if measured else "No arm ran"
     table = Table("arm", *(Column(name, justify="right") for name in _COLUMNS), title=title, title_justify="left")
     for row in rows:
         cells = [f"[red]{row['status']}[/red]"]
@@ -185,9 +174,6 @@ def _print(rows: Sequence[dict[str, Any]], more: str) -> None:
     console.print(table)
     texts = [f"{row['arm']}: {text}" for row in rows if (text := row.get("error") or row.get("plan"))]
     console.print("\n".join([*texts, more]), markup=False)
-
-
-# An arm
 
 
 class _ArmCLI(LigerCLI):
@@ -203,21 +189,23 @@ class _ArmCLI(LigerCLI):
         super().before_instantiate_classes()
         trainer = self.config["fit"].trainer
         given = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
-        given = [each for each in given if each is not None]
-        trainer.callbacks = [each for each in given if _changes_training(each)]
-        if changed := _with_class(trainer.strategy):
-            trainer.strategy = changed
-        else:  # a strategy of others, whose kernels come with a callback
-            new = Namespace(class_path="lightning_liger.LigerCallback", init_args=Namespace())
-            changed = next((each for each in given if each.class_path.endswith(".LigerCallback")), new)
-            trainer.callbacks.append(changed)
-        options = changed.init_args
-        if not self.arm["kernels"]:
-            options.kernels, options.memory_budget = "none", None
-        elif (budget := self.arm.get("memory_budget")) is not None:
-            options.memory_budget, options.activation_checkpointing = budget, None
-            if "activation_checkpointing_policy" in options:
-                options.activation_checkpointing_policy = None
+        trainer.callbacks = [each for each in given if each is not None and _changes_training(each)]
+
+    def before_fit(self) -> None:
+        trainer: Any = self.trainer
+        owners = [each for each in (trainer.strategy, *trainer.callbacks) if hasattr(each, "_activations")]
+        if not owners:  # a strategy of others, whose kernels come with a callback
+            trainer.callbacks += (owners := [LigerCallback()])
+        for owner in owners:
+            before, budget = owner._activations, self.arm.get("memory_budget")
+            if budget is not None:
+                owner._activations = ActivationControl(budget=budget)
+            elif not self.arm["kernels"]:
+                owner.kernels, owner._kernels = "none", Kernels("none")
+                owner._activations = ActivationControl(before.checkpointing, None, before.policy)
+            owner._activations.layers_communicate = before.layers_communicate
+        if not self.arm["kernels"] and hasattr(trainer.precision_plugin, "patching"):
+            trainer.precision_plugin.patching = Kernels("none")
 
     def after_fit(self) -> None:
         trainer, points, results = self.trainer, self.monitor.points, self.monitor.results
@@ -245,24 +233,10 @@ def _changes_training(callback: Namespace) -> bool:
     return package not in ("lightning", "pytorch_lightning", "lightning_liger") or name in _KEPT_CALLBACKS
 
 
-def _with_class(strategy: Any) -> Namespace | None:
-    """The setting of one of our strategies, or of a class made of one, with its class; None for others."""
-    if isinstance(strategy, str):
-        if strategy not in StrategyRegistry:
-            return None
-        cls, options = StrategyRegistry[strategy]["strategy"], Namespace(**StrategyRegistry[strategy]["init_params"])
-    else:
-        module, _, name = strategy.class_path.rpartition(".")
-        cls, options = getattr(importlib.import_module(module), name), strategy.get("init_args") or Namespace()
-    is_ours = issubclass(cls, TrainerStrategy)
-    return Namespace(class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=options) if is_ours else None
-
-
 class _Meter(LigerMonitor):
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         traceback.print_exception(exception)
-        sys.stderr.flush()
         os._exit(1)  # other processes may wait for this one, and this one would for them
 
 

@@ -22,7 +22,7 @@ IDS = LABELS[..., None]
 TOKEN_LOSS = partial(token_loss, loss=negative_log_probs)
 BENCH: list[tuple[Any, ...]] = [
     ({"arms": "of"}, "arms", "'of'", "'off', 'on'"),
-    ({"memory_budget": "auto,-1"}, "memory_budget", "'auto,-1'", "positive numbers"),
+    ({"memory_budget": "auto,-1"}, "memory_budget", "-1.0", "a number of GiB above 1"),
     ({"memory_budget": "half"}, "memory_budget", "'half'", "'auto'"),
     ({"steps": 0}, "steps", "at least 1", "0"),
     ({"warm_up": -1}, "warm_up", "at least 0", "-1"),
@@ -73,9 +73,7 @@ BAD_INPUTS = [
     row(partial(count_flops, torch.nn.Linear(1, 1), 1, 1.5), "batch_size", "an integer", "1.5"),
     row(partial(measure_matmul_flops, "cpu", "float32"), "dtype", "torch.float32", "'float32'"),
     *(row(partial(run_bench, "--config=a.yaml", **each), *mentions) for each, *mentions in BENCH),
-    row(
-        partial(run_bench, "--config=a.yaml", output=__file__), "output must be a folder", "File exists", error=OSError
-    ),
+    row(partial(run_bench, "--config=a.yaml", output=__file__), "File exists", "bad_inputs_tools.py", error=OSError),
     row(partial(run_bench, "--trainer.devices=2"), "--config", "user.yaml"),
     *(
         row(partial(inspect_model, **{"model": "llama", **each}), *mentions, error=(ValueError, FileNotFoundError))

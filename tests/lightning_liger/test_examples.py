@@ -11,6 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from examples import fabric_loop, plain_module
+from tests.lightning_liger.plain_scores import IGNORED, logits_of, scores_of, targets_of
 from tests.lightning_liger.strategies.workers.distributed import launch, logit_counts, torchrun_environment
 from tests.lightning_liger.workers.example_runs import (
     EXAMPLES,
@@ -38,7 +39,6 @@ CLASSES = {
 OWN = ("distill", "dpo", "grpo", "kto")
 """Examples whose loss is compared with the module's own on whole logits, and in ``post_training`` with its definition.
 Of others it is compared with its definition here."""
-IGNORED = -100
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
@@ -92,30 +92,12 @@ def sum_and_number(example: str, module: Any, batch: Any) -> tuple[Tensor, Tenso
     targets = targets_of(batch)
     if example == "medusa.yaml":  # head k, from 1, looks k further tokens ahead
         hidden = module.model.model(batch["input_ids"], batch.get("attention_mask")).last_hidden_state
-        total = -log_probs_of(module.model.lm_head(hidden), targets).sum()
+        total = -scores_of(module.model.lm_head(hidden), targets).sum()
         for k, (block, head) in enumerate(module.medusa_heads, start=1):
             ahead = F.pad(targets[:, k:], (0, k), value=IGNORED)
-            total = total - 0.2 * 0.8**k * log_probs_of(head(hidden + F.silu(block.linear(hidden))), ahead).sum()
+            total = total - 0.2 * 0.8**k * scores_of(head(hidden + F.silu(block.linear(hidden))), ahead).sum()
         return total, (targets != IGNORED).sum()
-    names = ("input_ids", "attention_mask", "position_ids", "pixel_values")
-    inputs = {name: batch[name] for name in names if name in batch}
-    inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
-    return -log_probs_of(module.model(**inputs).logits, targets).sum(), (targets != IGNORED).sum()
-
-
-def targets_of(batch: dict[str, Tensor]) -> Tensor:
-    """What each token predicts: the label of the next one, unless that begins another document."""
-    if "shift_labels" in batch:
-        return batch["shift_labels"]
-    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    if "position_ids" in batch:
-        labels[:, :-1][batch["position_ids"][:, 1:] == 0] = IGNORED
-    return labels
-
-
-def log_probs_of(logits: Tensor, targets: Tensor) -> Tensor:
-    kept = targets != IGNORED
-    return logits[kept].log_softmax(-1).gather(-1, targets[kept][:, None])
+    return -scores_of(logits_of(module.model, batch), targets).sum(), (targets != IGNORED).sum()
 
 
 def loss_and_gradients(example: str, module: Any, batches: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:

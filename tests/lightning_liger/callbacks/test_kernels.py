@@ -10,6 +10,7 @@ from lightning_liger import LazyLogits, LigerCallback
 from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
+from tests.lightning_liger.post_training.training import LM as BuiltLM
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     KindsOfLogits,
@@ -18,7 +19,6 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_loader,
     make_trainer,
 )
-from tests.lightning_liger.training.logging_lm import LoggingLM
 
 NUM_BATCHES = 4
 
@@ -27,7 +27,7 @@ def is_patched(module) -> list[str]:
     return [type(part).__name__ for part in module.modules() if type(part).__name__.startswith("Liger")]
 
 
-@pytest.mark.parametrize("module_class", [LM, LoggingLM], ids=["configure_model", "built in __init__"])
+@pytest.mark.parametrize("module_class", [LM, BuiltLM], ids=["configure_model", "built in __init__"])
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_losses_are_fused_and_those_of_the_stock_model(tmp_path, strategy, module_class):
     def fit(*callbacks):

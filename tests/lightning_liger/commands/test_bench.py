@@ -4,12 +4,13 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import lightning as L
 import pytest
-from jsonargparse import Namespace
 
+from lightning_liger import LigerCallback, LigerModelParallelStrategy, LigerPrecisionPlugin
 from lightning_liger.cli import main
 from lightning_liger.commands import bench
 from lightning_liger.commands.bench import compare_losses, measure, run_bench
@@ -68,36 +69,38 @@ def test_arms_train_the_same_steps_with_and_without_kernels(options, tmp_path, m
     assert not (tmp_path / "ckpt").exists()
 
 
-def fsdp(**options):
-    return Namespace(class_path="lightning_liger.LigerFSDPStrategy", init_args=Namespace(**options))
-
-
 @pytest.mark.parametrize(
-    ("strategy", "arm", "expected"),
-    [
-        ("liger_fsdp_cpu_offload", OFF, {"cpu_offload": True, "kernels": "none", "memory_budget": None}),
-        ("liger_fsdp_cpu_offload", ON, {"cpu_offload": True}),
-        (fsdp(memory_budget=0.9, stage=3), OFF, {"memory_budget": None, "kernels": "none", "stage": 3}),
-        (
-            fsdp(memory_budget=0.9, activation_checkpointing_policy=["Layer"]), HALF,
-            {"memory_budget": 0.5, "activation_checkpointing": None, "activation_checkpointing_policy": None},
-        ),
-        ("ddp", OFF, {"kernels": "none", "memory_budget": None}),
-        ("ddp", HALF, {"memory_budget": 0.5, "activation_checkpointing": None}),
-    ],
-)  # fmt: skip
-def test_settings_of_a_strategy(strategy, arm, expected, monkeypatch):
-    """Those of another strategy than ours are the callback's."""
-    trainer = Namespace(strategy=strategy, callbacks=Namespace(class_path="lightning_liger.LigerCallback"))
-    trainer.callbacks.init_args = Namespace()
-    monkeypatch.setattr(bench.LigerCLI, "before_instantiate_classes", lambda self: None)
+    ("arm", "expected"),
+    [(OFF, ("none", "none", None, None)), (ON, ("auto", "auto", 0.9, None)), (HALF, ("auto", "auto", 0.5, None))],
+    ids=["off", "on", "budget"],
+)
+@pytest.mark.parametrize("owner", [LigerModelParallelStrategy, LigerCallback, None])
+def test_settings_of_a_strategy(owner, arm, expected):
+    """Those of another strategy than ours are the callback's, which is added where there is none."""
+    is_strategy = owner is LigerModelParallelStrategy
+    made = None if owner is None else owner(memory_budget=0.9)
+    callbacks = [made] if owner is LigerCallback else []
+    trainer = SimpleNamespace(strategy=made if is_strategy else object(), callbacks=callbacks)
+    trainer.precision_plugin = LigerPrecisionPlugin()
     cli = object.__new__(bench._ArmCLI)
-    cli.arm, cli.config = arm, Namespace(fit=Namespace(trainer=trainer))
-    cli.before_instantiate_classes()
-    changed = trainer.callbacks if strategy == "ddp" else [trainer.strategy]
-    assert [vars(each.init_args) for each in changed] == [expected]
-    assert strategy == "ddp" or changed[0].class_path.endswith(".LigerFSDPStrategy")
-    assert strategy == "ddp" or trainer.callbacks == []
+    cli.arm, cli.trainer = arm, trainer
+    cli.before_fit()
+    owner = trainer.strategy if is_strategy else trainer.callbacks[0]
+    control = owner._activations
+    kernels, choice, budget, policy = expected
+    assert (owner.kernels, owner._kernels.choice, control.policy) == (kernels, choice, policy)
+    assert control.budget == (budget if made is not None or budget != 0.9 else None)
+    assert control.layers_communicate == (not is_strategy)
+    assert trainer.precision_plugin.patching.choice == kernels
+
+
+def test_recomputed_layers_stay_without_kernels_and_go_within_a_budget():
+    for arm, expected in ((OFF, ["Layer"]), (HALF, None)):
+        strategy = LigerModelParallelStrategy(activation_checkpointing_policy=["Layer"], tensor_parallel_size=2)
+        cli = object.__new__(bench._ArmCLI)
+        cli.arm, cli.trainer = arm, SimpleNamespace(strategy=strategy, callbacks=[], precision_plugin=None)
+        cli.before_fit()
+        assert (strategy._activations.policy, strategy._activations.layers_communicate) == (expected, True)
 
 
 def test_command_runs_an_arm_in_another_process(options, tmp_path, capsys):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_liger import LigerCausalLM
 from lightning_liger.losses.sft import dft_loss
-from tests.lightning_liger.example_losses import logits_of, scores_of, targets_of
+from tests.lightning_liger.plain_scores import logits_of, scores_of, targets_of
 from tests.lightning_liger.post_training.training import LM, assert_same_parameters, fit, loader
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.lightning_liger.example_losses import scores_of
+from tests.lightning_liger.plain_scores import scores_of
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_llama
 
 Sequences = list[tuple[Tensor, int]]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_liger import apply_liger_kernels, shift_labels, split_sequence
+from tests.lightning_liger.post_training.training import LM
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_model
-from tests.lightning_liger.training.logging_lm import LoggingLM
 
 Batch = dict[str, Tensor]
 
@@ -41,7 +41,7 @@ def test_packed_documents_train_as_in_rows_of_their_own(architecture: str) -> No
     windows = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
     whole, stock = (tiny_model(architecture, **windows if architecture == "gemma2" else {}) for _ in range(2))
     assert apply_liger_kernels(whole).num_replaced > 5
-    loss = LoggingLM(whole).training_step(packed(2), 0)
+    loss = LM(whole).training_step(packed(2), 0)
     loss.backward()
     assert (whole.lm_head.fusion_counters.num_losses, whole.lm_head.fusion_counters.num_materialized) == (1, 0)
     parts = [stock(ids[None], labels=ids[None]).loss * (len(ids) - 1) for ids in DOCUMENTS if len(ids) > 1]
@@ -61,7 +61,7 @@ def test_positions_of_images_and_text_say_nothing_about_documents() -> None:
             assert position_ids.shape == (3, *input_ids.shape)
             return type("Output", (), {"logits": torch.zeros(*input_ids.shape, VOCAB_SIZE)})
 
-    module, batch = LoggingLM(OfThreeAxes()), packed()
+    module, batch = LM(OfThreeAxes()), packed()
     logged: dict[str, Any] = {}
     module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
     module.validation_step({**batch, "position_ids": batch["position_ids"].expand(3, -1, -1)}, 0)
@@ -69,7 +69,7 @@ def test_positions_of_images_and_text_say_nothing_about_documents() -> None:
 
 
 def test_several_packed_rows_are_refused_under_flash_attention_which_would_join_their_documents() -> None:
-    module = LoggingLM(tiny_model("llama"))
+    module = LM(tiny_model("llama"))
     module.model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match=r"'flash_attention_2' separates packed documents only in a batch of one row"):
         module.validation_step(packed(2), 0)

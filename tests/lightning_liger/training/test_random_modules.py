@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerLMMixin
 from lightning_liger.post_training.base import LigerPostTrainingMixin, StepLoss, Term
-from tests.lightning_liger.example_losses import targets_of
+from tests.lightning_liger.plain_scores import targets_of
 from tests.lightning_liger.tiny import quiet_trainer
 
 VOCAB_SIZE = 5
