@@ -153,7 +153,7 @@ def test_norm_of_a_sum_is_that_of_the_rounded_sum(triton_device: torch.device, c
 
 @pytest.mark.parametrize("hidden_size", [507, 12289])
 def test_layer_norm_of_a_large_mean_stays_accurate(triton_device: torch.device, hidden_size: int) -> None:
-    x = torch.randn(3, hidden_size, device=triton_device) + 3e3
+    x = 3 * torch.randn(3, hidden_size, device=triton_device) + 3e3
     parameters, grad_output = torch.randn(2, hidden_size, device=triton_device), torch.randn_like(x)
 
     def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
