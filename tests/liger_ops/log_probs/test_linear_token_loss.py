@@ -103,7 +103,7 @@ def test_chunk_of_ignored_tokens_alone_needs_no_gradient() -> None:
     target = torch.full((4,), -100)
 
     def kept_loss(scores: TokenScores, index: Tensor) -> Tensor:
-        losses, kept = torch.zeros(len(index)), target[index] != -100
+        losses, kept = torch.ones(len(index)), target[index] != -100
         assert scores.log_probs is not None
         return losses.masked_scatter(kept, scores.log_probs[kept]) if kept.any() else losses
 
