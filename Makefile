@@ -34,7 +34,7 @@ predict: $(VENV)/.complete
 	$(BIN)/lightning-liger predict --config examples/tiny.yaml --ckpt_path runs/tiny/checkpoints/last.ckpt --data.prompt "import os"
 
 test: $(VENV)/.complete
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 $(VENV)-lowest/.complete: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(VENV)-lowest
@@ -43,7 +43,7 @@ $(VENV)-lowest/.complete: pyproject.toml constraints-lowest.txt
 	touch $@
 
 lowest: $(VENV)-lowest/.complete
-	$(VENV)-lowest/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)-lowest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores, or more: 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that take long come first, so that processes that share the work end together.
+    long = {item.path for item in items if "ranks" in item.fixturenames or item.path.parent == Path(__file__).parent}
+    items.sort(key=lambda item: item.path not in long)
     num_gpus = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and num_gpus < 1:
