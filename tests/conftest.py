@@ -1,5 +1,6 @@
 """Fixtures and markers that every test shares."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,10 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _restore_process_state() -> Iterator[None]:
-    """Undoes what a test left behind in the process: dtype, environment, process group."""
+    """Undoes what a test left behind in the process: dtype, environment, process group, level of Lightning's log."""
     environment, dtype = dict(os.environ), torch.get_default_dtype()
+    log = logging.getLogger("lightning.pytorch")
+    level = log.level
     torch.manual_seed(0)
     yield
+    log.setLevel(level)
     torch.set_default_dtype(dtype)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
