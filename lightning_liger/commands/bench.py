@@ -27,6 +27,7 @@ from liger_ops.arguments import check_integer, check_number, check_path, wrong_v
 from lightning_liger.callbacks import LigerCallback
 from lightning_liger.cli.messages import PROGRAM, end, message_of
 from lightning_liger.cli.training import LigerCLI
+from lightning_liger.commands.writing import make_folder
 from lightning_liger.monitor import LigerMonitor
 from lightning_liger.strategies.parts.activations import ActivationControl
 from lightning_liger.strategies.parts.kernels import Kernels
@@ -84,8 +85,7 @@ def run_bench(
     check_path("output", output)
     if not any(option.partition("=")[0] in ("--config", "-c", "--model") for option in fit_options):
         raise ValueError(f"config is required: {PROGRAM} bench --config user.yaml")
-    folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(output)
     options = (*fit_options, f"--trainer.max_steps={warm_up + steps}", f"--trainer.default_root_dir={folder}")
     rows = []
     for arm in chosen:

@@ -14,6 +14,16 @@ def check_output(output: str | Path) -> None:
         raise FileNotFoundError(f"output must be in a folder that exists, got {str(output)!r}")
 
 
+def make_folder(output: str | Path) -> Path:
+    """The folder ``output``, which is made with its parents unless it exists; OSError if that is not possible."""
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"output must be a folder, or a new one, got {str(output)!r}: {error.strerror}") from error
+    return folder
+
+
 def write_files(files: Mapping[Path, bytes]) -> None:
     """Writes files and the folders that they need: all contents next to the files, which they replace at the end."""
     parts: dict[Path, Path] = {}

@@ -73,7 +73,9 @@ BAD_INPUTS = [
     row(partial(count_flops, torch.nn.Linear(1, 1), 1, 1.5), "batch_size", "an integer", "1.5"),
     row(partial(measure_matmul_flops, "cpu", "float32"), "dtype", "torch.float32", "'float32'"),
     *(row(partial(run_bench, "--config=a.yaml", **each), *mentions) for each, *mentions in BENCH),
-    row(partial(run_bench, "--config=a.yaml", output=__file__), "File exists", "bad_inputs_tools.py", error=OSError),
+    row(
+        partial(run_bench, "--config=a.yaml", output=__file__), "output must be a folder", "File exists", error=OSError
+    ),
     row(partial(run_bench, "--trainer.devices=2"), "--config", "user.yaml"),
     *(
         row(partial(inspect_model, **{"model": "llama", **each}), *mentions, error=(ValueError, FileNotFoundError))
