@@ -12,7 +12,12 @@ from torch.nn import Module
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.resuming.atomic_io import atomic_by_default
-from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
+from lightning_liger.strategies.parts.activations import (
+    ActivationCheckpointing,
+    ActivationControl,
+    MemoryBudget,
+    prepare,
+)
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
@@ -27,8 +32,6 @@ class FabricStrategy(Strategy):
 
     _wrapper: Callable[..., Any] | None = None
     """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
-    _shards_parameters = False
-    """Whether Lightning's strategy reads checkpoints itself, into sharded models."""
 
     def __init__(
         self,
@@ -69,12 +72,7 @@ class FabricStrategy(Strategy):
         return super().setup_module(self._prepare(module))
 
     def _prepare(self, model: Module) -> Module:
-        """``model`` as the engine gets it: with kernels, and layers in their modes."""
-        with self._final_parameters(model):
-            self._patching.apply(model)
-        if self.kernels != "none" or self._activations.is_asked_for:
-            self._activations.control(model, self.root_device)
-        return model
+        return prepare(self, model)
 
     @property
     def _patching(self) -> Kernels:
@@ -121,7 +119,7 @@ class FabricStrategy(Strategy):
 
         def read(path: Any) -> dict[str, Any]:
             own = partial(load, path)
-            return load_in_fabric(path, state, own) if self._shards_parameters else own(state)
+            return load_in_fabric(path, state, own) if self._checkpoints.are_sharded else own(state)
 
         return self._checkpoints.load("path", path, weights_only, read)
 

@@ -100,7 +100,7 @@ class _Sharding:
             raise wrong_value("sharding_strategy", f"one of {list(ShardingStrategy.__members__)}", sharding_strategy)
         # Not given to Lightning, which refuses hybrid sharding without a policy: ours may come from the model.
         strategy.sharding_strategy = found
-        strategy._checkpoints.classes = tuple
+        strategy._checkpoints.are_sharded = True
         self._mesh_sizes = arguments.pop("device_mesh", None)
         self.backward_repair = BackwardRepair()
 
@@ -201,7 +201,6 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
 
     strategy_name = "liger_fsdp"
     _wrapper = FullyShardedDataParallel
-    _shards_parameters = True
     mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision_plugin))
 
     def __init__(
@@ -272,7 +271,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
     """
 
     _wrapper = FullyShardedDataParallel
-    _shards_parameters = True
     mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision))
 
     def __init__(

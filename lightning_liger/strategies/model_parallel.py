@@ -41,7 +41,7 @@ class _Sharding:
         check_integer("tensor_parallel_size", strategy._tensor_parallel_size, at_least=1)
         self._strategy = strategy
         self._auto_wrap_policy = auto_wrap_policy
-        strategy._checkpoints.classes = tuple
+        strategy._checkpoints.are_sharded = True
         strategy._activations.layers_communicate |= strategy._tensor_parallel_size > 1
 
     def check_sizes(self) -> None:
@@ -113,8 +113,6 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``; with a ``tensor_parallel_size`` for a
             model without a plan, or sizes that cannot be divided by it.
     """
-
-    _shards_parameters = True
 
     def __init__(
         self,
@@ -195,8 +193,6 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with
             ``fabric.setup_module``, make the optimizer of its parameters, then call ``fabric.setup_optimizers``.
     """
-
-    _shards_parameters = True
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from lightning_liger.strategies.parts.activations import (
     ActivationControl,
     MemoryBudget,
     announce_plan,
+    prepare,
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
@@ -54,8 +55,6 @@ class TrainerStrategy(Strategy):
 
     _wrapper: Callable[..., Any] | None = None
     """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
-    _shards_parameters = False
-    """Whether Lightning's strategy reads checkpoints itself, into sharded models."""
 
     def __init__(
         self,
@@ -142,12 +141,7 @@ class TrainerStrategy(Strategy):
         return self._prepare(model)
 
     def _prepare(self, model: Module) -> Module:
-        """``model`` as the engine gets it: with kernels, and layers in their modes."""
-        with self._final_parameters(model):
-            self._patching.apply(model)
-        if self.kernels != "none" or self._activations.is_asked_for:
-            self._activations.control(model, self.root_device, self._announce_plan)
-        return model
+        return prepare(self, model, self._announce_plan)
 
     @property
     def _patching(self) -> Kernels:
@@ -247,7 +241,7 @@ class TrainerStrategy(Strategy):
 
         def read(path: Any) -> dict[str, Any]:
             own = partial(load, path, weights_only)
-            checkpoint = load_in_trainer(self, Path(path), own) if self._shards_parameters else own()
+            checkpoint = load_in_trainer(self, Path(path), own) if self._checkpoints.are_sharded else own()
             check_is_of_trainer(checkpoint, path)
             return checkpoint
 

@@ -31,6 +31,15 @@ def announce_plan(line: str, plan: Plan, fits: bool) -> None:
     (rank_zero_info if fits else rank_zero_warn)(line)
 
 
+def prepare(strategy: Any, model: Module, announce: Callable[[str, Plan, bool], None] = announce_plan) -> Module:
+    """``model`` as the engine of a strategy gets it: with kernels, and layers in their modes."""
+    with strategy._final_parameters(model):
+        strategy._patching.apply(model)
+    if strategy.kernels != "none" or strategy._activations.is_asked_for:
+        strategy._activations.control(model, strategy.root_device, announce)
+    return model
+
+
 class ActivationControl:
     """Controls the layers of models as one of three arguments of strategies says; raises for wrong ones."""
 

@@ -19,8 +19,10 @@ class Checkpoints:
 
     writes_itself = False
     """Whether Lightning's strategy writes files and folders without its ``checkpoint_io``."""
+    are_sharded = False
+    """Whether Lightning's strategy reads files itself, into sharded models."""
     classes: Callable[[], tuple[type, ...]] | None = None
-    """Those that files consist of besides PyTorch's; None if ``checkpoint_io`` reads and checks the files."""
+    """Those that files consist of besides PyTorch's, where the engine reads them itself."""
 
     def __init__(self, strategy: Any, fault_tolerance: bool, io: CheckpointIO | None) -> None:
         check_bool("fault_tolerance", fault_tolerance)
@@ -43,6 +45,6 @@ class Checkpoints:
         check_path(argument, path)
         path = self._strategy.broadcast(path)
         with sharded_errors_explained(path):
-            if self.classes is not None:
-                check_checkpoint(Path(path), weights_only, self.classes())
+            if self.are_sharded or self.classes is not None:  # or else ``checkpoint_io`` reads and checks them
+                check_checkpoint(Path(path), weights_only, self.classes() if self.classes is not None else ())
             return read(path)
