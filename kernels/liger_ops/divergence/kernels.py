@@ -58,7 +58,19 @@ def _moved(old_max, new_max):
 
 
 @triton.jit
-def _absorb(z_s, z_t, sums, HALF: tl.constexpr, KIND: tl.constexpr):
+def _absorb_logits(z_s, z_t, sums, KIND: tl.constexpr):
+    """The sums of mse (squares of differences) and cosine (all three products), which have no maxima, added to."""
+    if KIND == _MSE:
+        difference = tl.where(z_s == z_t, 0.0, z_s - z_t)  # also of equal infinities
+        student_sum, teacher_sum, product = sums[1] + tl.sum(difference * difference, axis=1), sums[3], sums[4]
+    else:
+        student_sum, teacher_sum = sums[1] + tl.sum(z_s * z_s, axis=1), sums[3] + tl.sum(z_t * z_t, axis=1)
+        product = sums[4] + tl.sum(z_s * z_t, axis=1)
+    return sums[0], student_sum, sums[2], teacher_sum, product, sums[5]
+
+
+@triton.jit
+def _absorb_distributions(z_s, z_t, sums, HALF: tl.constexpr, KIND: tl.constexpr):
     """The first step's sums of each group of columns, with one block of a row, ``[num_groups, GROUP]``, added."""
     student_max = tl.maximum(sums[0], tl.max(z_s, axis=1))
     teacher_max = tl.maximum(sums[2], tl.max(z_t, axis=1))
@@ -81,15 +93,8 @@ def _absorb(z_s, z_t, sums, HALF: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _absorb_logits(z_s, z_t, sums, KIND: tl.constexpr):
-    """As :func:`_absorb`, for mse (the squares of differences) and cosine (all three products)."""
-    if KIND == _MSE:
-        difference = tl.where(z_s == z_t, 0.0, z_s - z_t)  # also of equal infinities
-        student_sum, teacher_sum, product = sums[1] + tl.sum(difference * difference, axis=1), sums[3], sums[4]
-    else:
-        student_sum, teacher_sum = sums[1] + tl.sum(z_s * z_s, axis=1), sums[3] + tl.sum(z_t * z_t, axis=1)
-        product = sums[4] + tl.sum(z_s * z_t, axis=1)
-    return sums[0], student_sum, sums[2], teacher_sum, product, sums[5]
+def _absorb(z_s, z_t, sums, HALF: tl.constexpr, KIND: tl.constexpr):
+    return _absorb_logits(z_s, z_t, sums, KIND) if KIND >= _MSE else _absorb_distributions(z_s, z_t, sums, HALF, KIND)
 
 
 @triton.jit
@@ -214,10 +219,10 @@ def divergence_kernel(
             sums = (no_max, nothing, no_max, nothing, nothing, nothing)
             for start in range(0, full_size, BLOCK_SIZE):
                 z_s, z_t = _load_pair(row_ptrs, start + places, None, transforms, KIND)
-                sums = _absorb(z_s, z_t, sums, HALF, KIND) if KIND < _MSE else _absorb_logits(z_s, z_t, sums, KIND)
+                sums = _absorb(z_s, z_t, sums, HALF, KIND)
             if full_size < size:
                 z_s, z_t = _load_pair(row_ptrs, full_size + places, full_size + places < size, transforms, KIND)
-                sums = _absorb(z_s, z_t, sums, HALF, KIND) if KIND < _MSE else _absorb_logits(z_s, z_t, sums, KIND)
+                sums = _absorb(z_s, z_t, sums, HALF, KIND)
             sums = _merge(sums, HALF, KIND)
             student_shift, student_sum, teacher_shift, teacher_sum, first, second = sums
             if STEP == 1:
