@@ -159,6 +159,11 @@ class _Sharding:
                 " their gradients: use at least two processes in a group, or sharding_strategy='NO_SHARD'"
             )
         check_head_units(root, pairs)
+        if (
+            wanted in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+            and dist.get_backend(root.process_group) == "nccl"
+        ):
+            root.register_comm_hook(root.process_group, _average)
         # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
         return self.backward_repair.watch(root)
@@ -340,6 +345,12 @@ def _mixed_precision_config(strategy: Any, plugin: Any) -> MixedPrecision | None
 
 def _is_wrapped(model: Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _average(group: dist.ProcessGroup, gradient: Tensor, shard: Tensor) -> None:
+    """Writes this rank's part of the mean over a group to ``shard``. FSDP itself divides before and after the sum."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name since torch 2.13
+    scatter(shard, gradient, op=dist.ReduceOp.AVG, group=group)
 
 
 def _whole_on_cpu(model: Module) -> AbstractContextManager[Any]:
