@@ -27,13 +27,13 @@ from liger_ops.recipes import made
 APPROXIMATIONS = ("none", "tanh")
 """Of gelu, as ``F.gelu`` names them."""
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu_squared": lambda gate: F.relu(gate).square(),
 }
-"""The reference of each activation; ``_activate`` has the same for the kernels."""
+"""The reference of each activation; ``activate`` has the same for the kernels."""
 
 
 def gated_unit_reference(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
@@ -42,7 +42,7 @@ def gated_unit_reference(gate: Tensor, up: Tensor | None, activation: str, packe
         gate, up = gate.chunk(2, dim=-1)
     output_dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
     compute_dtype = torch.promote_types(output_dtype, torch.float32)
-    y = _ACTIVATIONS[activation](gate.to(compute_dtype))
+    y = ACTIVATIONS[activation](gate.to(compute_dtype))
     return (y if up is None else y * up.to(compute_dtype)).to(output_dtype)
 
 
@@ -73,7 +73,7 @@ def _normal_tail(x):
 
 
 @triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
+def activate(gate, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
     """The activation of ``gate`` and its derivative, in float32; with HALF, to the accuracy of half precision only."""
     if ACTIVATION == "silu":
         sigmoid = tl.sigmoid(gate)
@@ -120,7 +120,7 @@ def _gated_unit_forward_kernel(
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    y, _ = _activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
+    y, _ = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
     if up_ptr is not None:
         y *= tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * num_columns + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -148,7 +148,7 @@ def _gated_unit_backward_kernel(
     mask = columns < num_columns
     grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    value, slope = _activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
+    value, slope = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
     grad_offsets = row * grad_row_stride + columns
     if grad_gate_ptr is not None:
         grad_gate = grad_y * slope

@@ -1,0 +1,351 @@
+"""A gated MLP in float8, ``y = down(activation(gate(x)) * up(x))``, as one function of autograd.
+
+Between its matrix products nothing but payloads is written: forward quantizes the gated product h while it computes it,
+backward the gradients of gate and up, and h again for the gradient of down's weight. h and these gradients are rounded to
+the dtype of gate and up first, as separate ops would do. Products are those of :mod:`liger_ops.fp8.linear`.
+
+Saved for backward: x, the weights, gate and up (``[num_rows, 2 * intermediate_size]``), and scales.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import check_choice, check_floating_tensors, wrong_value
+from liger_ops.fp8.linear import BeforeOutput, check_linear, weight_gradient
+from liger_ops.fp8.products import MULTIPLE, Float8Options, scaled_product
+from liger_ops.fp8.rows import (
+    E4M3,
+    absolute,
+    is_interpreted,
+    quantize_rows,
+    quantize_rows_reference,
+    row_scale,
+    to_e4m3,
+)
+from liger_ops.fp8.weights import quantize_weights, transpose_weights
+from liger_ops.gated_linear_unit import ACTIVATIONS, activate
+
+_MAX_BLOCK = 16384
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(absolute(x), axis=0)
+
+
+@backend.Kernel
+def _gated_rows_kernel(
+    gate_ptr,  # [num_rows, num_columns]
+    up_ptr,  # [num_rows, num_columns]
+    payload_ptr,  # [num_rows, num_columns]
+    scale_ptr,  # [num_rows]
+    row_stride,  # of gate and up
+    num_columns,
+    ACTIVATION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program quantizes a row of activation(gate) * up."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK_SIZE)
+    mask = columns < num_columns
+    gate = tl.load(gate_ptr + row * row_stride + columns, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row * row_stride + columns, mask=mask, other=0.0)
+    value, _ = activate(gate.to(tl.float32), ACTIVATION, gate.dtype != tl.float32)
+    h = (value * up.to(tl.float32)).to(gate.dtype)
+    scale, inverse = row_scale(_largest(h.to(tl.float32)))
+    tl.store(payload_ptr + row * num_columns + columns, to_e4m3(h.to(tl.float32) * inverse, INTERPRETED), mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+@backend.Kernel
+def _gated_rows_backward_kernel(
+    grad_ptr,  # [num_rows, num_columns], of the gated product
+    gate_ptr,  # [num_rows, num_columns]
+    up_ptr,  # [num_rows, num_columns]
+    gate_scale_ptr,  # [num_columns], of the channels of gate's gradient
+    up_scale_ptr,  # [num_columns]
+    grad_gate_ptr,  # [num_rows, num_columns], which may lie over gate and up
+    grad_up_ptr,  # [num_rows, num_columns]
+    product_ptr,  # [num_rows, num_columns]
+    grad_scale_ptr,  # [num_rows], of both gradients
+    product_scale_ptr,  # [num_rows]
+    row_stride,  # of gate and up
+    payload_row_stride,  # of the gradients
+    product_row_stride,
+    num_rows,
+    num_columns,
+    ACTIVATION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Each program quantizes every num_programs-th row of the gradients of gate and up, and of their product."""
+    columns = tl.arange(0, BLOCK_SIZE)
+    mask = columns < num_columns
+    for index in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=NUM_STAGES):
+        row = tl.cast(index, tl.int64)
+        grad = tl.load(grad_ptr + row * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * row_stride + columns, mask=mask, other=0.0)
+        up = tl.load(up_ptr + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        value, slope = activate(gate.to(tl.float32), ACTIVATION, gate.dtype != tl.float32)
+        h = (value * up).to(gate.dtype)
+        grad_up = (grad * value).to(gate.dtype)
+        grad_gate = grad * slope * up
+        if ACTIVATION == "relu_squared":
+            grad_gate = tl.where(gate.to(tl.float32) <= 0.0, 0.0, grad_gate)
+        grad_gate = grad_gate.to(gate.dtype)
+        gate_scale = tl.load(gate_scale_ptr + columns, mask=mask, other=0.0)
+        up_scale = tl.load(up_scale_ptr + columns, mask=mask, other=0.0)
+        largest = tl.maximum(
+            _largest(grad_gate.to(tl.float32) * gate_scale), _largest(grad_up.to(tl.float32) * up_scale)
+        )
+        scale, inverse = row_scale(largest)
+        tl.store(grad_scale_ptr + row, scale)
+        payload = to_e4m3(grad_gate.to(tl.float32) * gate_scale * inverse, INTERPRETED)
+        tl.store(grad_gate_ptr + row * payload_row_stride + columns, payload, mask=mask)
+        payload = to_e4m3(grad_up.to(tl.float32) * up_scale * inverse, INTERPRETED)
+        tl.store(grad_up_ptr + row * payload_row_stride + columns, payload, mask=mask)
+        scale, inverse = row_scale(_largest(h.to(tl.float32)))
+        tl.store(product_scale_ptr + row, scale)
+        payload = to_e4m3(h.to(tl.float32) * inverse, INTERPRETED)
+        tl.store(product_ptr + row * product_row_stride + columns, payload, mask=mask)
+
+
+def _halves(packed: Tensor, up_first: bool) -> tuple[Tensor, Tensor]:
+    first, second = packed.chunk(2, dim=-1)
+    return (second, first) if up_first else (first, second)
+
+
+@backend.register_op(
+    "fp8_gated_rows_(Tensor gate_up, str activation, bool up_first, Tensor(a!) payload, Tensor(b!) scale) -> ()",
+    fake=lambda *args: None,
+)
+def _gated_rows(gate_up: Tensor, activation: str, up_first: bool, payload: Tensor, scale: Tensor) -> None:
+    gate, up = _halves(gate_up, up_first)
+    _gated_rows_kernel.launch(
+        gate.shape[0],
+        gate_ptr=gate,
+        up_ptr=up,
+        payload_ptr=payload,
+        scale_ptr=scale,
+        row_stride=gate.stride(0),
+        num_columns=gate.shape[1],
+        ACTIVATION=activation,
+        BLOCK_SIZE=triton.next_power_of_2(gate.shape[1]),
+        INTERPRETED=is_interpreted(gate),
+        num_warps=max(1, min(16, gate.shape[1] // 512)),
+    )
+
+
+@backend.register_op(
+    "fp8_gated_rows_backward_(Tensor grad, Tensor gate_up, Tensor channel_scale, str activation, bool up_first,"
+    " Tensor(a!) grad_payload, Tensor(b!) product, Tensor(c!) grad_scale, Tensor(d!) product_scale) -> ()",
+    fake=lambda *args: None,
+)
+def _gated_rows_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    channel_scale: Tensor,
+    activation: str,
+    up_first: bool,
+    grad_payload: Tensor,
+    product: Tensor,
+    grad_scale: Tensor,
+    product_scale: Tensor,
+) -> None:
+    gate, up = _halves(gate_up, up_first)
+    gate_scale, up_scale = _halves(channel_scale, up_first)
+    grad_gate, grad_up = _halves(grad_payload, up_first)
+    num_rows, num_columns = gate.shape
+    _gated_rows_backward_kernel.launch(
+        min(num_rows, backend.num_multiprocessors(gate.device)),
+        grad_ptr=grad,
+        gate_ptr=gate,
+        up_ptr=up,
+        gate_scale_ptr=gate_scale,
+        up_scale_ptr=up_scale,
+        grad_gate_ptr=grad_gate,
+        grad_up_ptr=grad_up,
+        product_ptr=product,
+        grad_scale_ptr=grad_scale,
+        product_scale_ptr=product_scale,
+        row_stride=gate.stride(0),
+        payload_row_stride=grad_payload.stride(0),
+        product_row_stride=product.stride(0),
+        num_rows=num_rows,
+        num_columns=num_columns,
+        ACTIVATION=activation,
+        BLOCK_SIZE=triton.next_power_of_2(num_columns),
+        NUM_STAGES=2,
+        INTERPRETED=is_interpreted(gate),
+        num_warps=max(1, min(16, num_columns // 512)),
+    )
+
+
+def gated_rows(gate_up: Tensor, activation: str, up_first: bool) -> tuple[Tensor, Tensor]:
+    """The payload ``[num_rows, intermediate_size]`` of ``activation(gate) * up`` and its scales.
+
+    ``gate_up`` is ``[num_rows, 2 * intermediate_size]``, the gate first unless ``up_first``.
+    """
+    num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
+    if not backend.runs_on_triton(gate_up) or num_columns > _MAX_BLOCK or num_rows == 0:
+        gate, up = (each.float() for each in _halves(gate_up, up_first))
+        return quantize_rows((ACTIVATIONS[activation](gate) * up).to(gate_up.dtype))
+    payload = gate_up.new_empty((num_rows, num_columns), dtype=E4M3)
+    scale = gate_up.new_empty(num_rows, dtype=torch.float32)
+    _gated_rows(gate_up, activation, up_first, payload, scale)
+    return payload, scale
+
+
+def gated_rows_backward(
+    grad: Tensor, gate_up: Tensor, channel_scale: Tensor, activation: str, up_first: bool, *, overwrite: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Payloads and scales of gate's and up's gradients, times the scales of their channels, and of the gated product.
+
+    Args:
+        grad: ``[num_rows, intermediate_size]``, of the gated product, contiguous.
+        gate_up: As in :func:`gated_rows`.
+        channel_scale: ``[2 * intermediate_size]``.
+        activation, up_first: As there.
+        overwrite: Whether the payloads may be written over ``gate_up``.
+
+    Returns:
+        The gradients' payload ``[num_rows, 2 * intermediate_size]`` in the order of ``gate_up``, its scales, the
+        product's payload and its scales.
+    """
+    num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
+    if not backend.runs_on_triton(gate_up) or num_columns > _MAX_BLOCK or num_rows == 0:
+        return _gated_rows_backward_reference(grad, gate_up, channel_scale, activation, up_first)
+    scales = gate_up.new_empty((2, num_rows), dtype=torch.float32)
+    if overwrite and gate_up.is_contiguous():
+        memory = gate_up.detach().view(E4M3)
+    else:
+        memory = gate_up.new_empty((num_rows, 3 * num_columns), dtype=E4M3)
+    payload, product = memory[:, : 2 * num_columns], memory[:, 2 * num_columns : 3 * num_columns]
+    _gated_rows_backward(grad, gate_up, channel_scale, activation, up_first, payload, product, *scales)
+    return payload, scales[0], product, scales[1]
+
+
+def _gated_rows_backward_reference(
+    grad: Tensor, gate_up: Tensor, channel_scale: Tensor, activation: str, up_first: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate, up = (each.float() for each in _halves(gate_up, up_first))
+    with torch.enable_grad():
+        leaf = gate.requires_grad_()
+        value = ACTIVATIONS[activation](leaf)
+    (slope,) = torch.autograd.grad(value, leaf, grad.float() * up)
+    parts = [slope, grad.float() * value.detach()]
+    gradients = torch.cat(parts[::-1] if up_first else parts, dim=1).to(gate_up.dtype)
+    product = (value.detach() * up).to(gate_up.dtype)
+    return *quantize_rows_reference(gradients, channel_scale), *quantize_rows_reference(product)
+
+
+class GatedMLPFunction(torch.autograd.Function):
+    """``[..., hidden_size]`` to ``[..., hidden_size]``; the weights of gate and up, or of both in one, then down's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        activation: str,
+        up_first: bool,
+        options: Float8Options,
+        before: BeforeOutput | None,
+        down: Tensor,
+        *gate_up_weights: Tensor,
+    ) -> Tensor:
+        dtype = backend.autocast_dtype(x.device.type) or x.dtype
+        x_payload, x_scale = quantize_rows(backend.as_rows(x, x.shape[-1]))
+        payload, gate_up_scale = quantize_weights(gate_up_weights)
+        settings: dict[str, Any] = {"dtype": dtype, "fast_accum": options.fast_accum[0], "emulate": options.emulate}
+        gate_up = scaled_product(x_payload, payload, x_scale, gate_up_scale, **settings)
+        del x_payload, payload
+        payload, down_scale = quantize_weights([down])
+        saved = [gate_up, x, *gate_up_weights, down, x_scale, gate_up_scale, down_scale]
+        if before is not None:
+            before(saved)
+        h, h_scale = gated_rows(gate_up, activation, up_first)
+        ctx.save_for_backward(*saved)
+        ctx.num_weights = len(gate_up_weights)
+        ctx.settings = activation, up_first, options
+        return scaled_product(h, payload, h_scale, down_scale, **settings).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, backend.as_rows(grad, grad.shape[-1]))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    activation, up_first, options = ctx.settings
+    needs_x, needs_down, *needs_gate_up = [ctx.needs_input_grad[index] for index in (0, *range(5, 6 + ctx.num_weights))]
+    gate_up, x, *weights, down, x_scale, gate_up_scale, down_scale = ctx.saved_tensors
+    settings: dict[str, Any] = {"dtype": grad.dtype, "fast_accum": options.fast_accum[1], "emulate": options.emulate}
+    payload, scale = quantize_rows(grad, down_scale)
+    grad_product = scaled_product(payload, transpose_weights([down], down_scale), scale, None, **settings)
+    grad_payload, grad_scale, product, product_scale = gated_rows_backward(
+        grad_product, gate_up, gate_up_scale, activation, up_first, overwrite=backend.graph_ends()
+    )
+    del gate_up, grad_product
+    grad_down = grad_x = None
+    if needs_down:
+        grad_down = weight_gradient(product, product_scale, [grad], payload, scale, down_scale, down.dtype, options)
+    del product, payload
+    if needs_x:
+        transposed = transpose_weights(weights, gate_up_scale)
+        grad_x = scaled_product(grad_payload, transposed, grad_scale, None, **settings).to(x.dtype).view(x.shape)
+        del transposed
+    grads: list[Tensor | None] = [None] * len(weights)
+    if any(needs_gate_up):
+        rows = backend.as_rows(x, x.shape[-1])
+        joined = weight_gradient(rows, x_scale, [], grad_payload, grad_scale, gate_up_scale, weights[0].dtype, options)
+        parts = joined.split([weight.shape[0] for weight in weights])
+        grads = [part if needed else None for part, needed in zip(parts, needs_gate_up, strict=True)]
+    return grad_x, None, None, None, None, grad_down, *grads
+
+
+def scaled_gated_mlp(
+    x: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Tensor,
+    activation: str = "silu",
+    *,
+    up_first: bool = False,
+    options: Float8Options = Float8Options(),
+    before_output: BeforeOutput | None = None,
+) -> Tensor:
+    """``(activation(x gate^T) * (x up^T)) down^T`` in float8.
+
+    Args:
+        x: ``[..., hidden_size]``, of float32 or bfloat16.
+        gate_up: The weights of gate and up, ``[intermediate_size, hidden_size]`` each, or one that has both.
+        down: ``[hidden_size, intermediate_size]``.
+        activation: "silu", "gelu", "gelu_tanh" or "relu_squared".
+        up_first: Whether up comes before gate in ``gate_up``.
+        options, before_output: As in :func:`~liger_ops.fp8.linear.scaled_linear`.
+
+    Returns:
+        ``[..., hidden_size]``, in autocast's dtype or x's.
+
+    Raises:
+        TypeError, ValueError: As :func:`~liger_ops.fp8.linear.scaled_linear`, and a ValueError for an unknown activation
+            or options with ``high_precision_wgrad``, for which the parts are separate functions.
+    """
+    check_choice("activation", activation, ACTIVATIONS)
+    if options.high_precision_wgrad:
+        raise wrong_value("options", "without high_precision_wgrad", options)
+    check_floating_tensors("x", x, down=down, **{f"gate_up[{index}]": each for index, each in enumerate(gate_up)})
+    for weight in gate_up:
+        check_linear(x, weight)
+    width = sum(weight.shape[0] for weight in gate_up)
+    if down.dim() != 2 or 2 * down.shape[1] != width or down.shape[0] % MULTIPLE or down.shape[1] % MULTIPLE:
+        raise wrong_value("down", f"[hidden_size, {width // 2}], both multiples of {MULTIPLE},", down)
+    result: Tensor = GatedMLPFunction.apply(x, activation, up_first, options, before_output, down, *gate_up)
+    return result

@@ -1,0 +1,165 @@
+"""Linear layers in float8: ``y = x W^T + bias`` and its gradients, of one layer or of several that share their input.
+
+x, W and the gradient g of y have a scale a row each (arXiv:2209.05433 for the format; a scale for each token and output
+channel as in torchao's "rowwise"), and one payload each, from which both of its products are made:
+
+    y = (x_q W_q^T) * x_scale[m] * w_scale[n]
+    dx = (g_q W_q) * g_scale[m]                     where g_q is the payload of g * w_scale[n], which is exact
+    dW = (g_q'^T x_q') * 2**C / w_scale[n]          with rows brought to one scale, see liger_ops.fp8.transpose
+
+Saved for backward: x and the weights as they are, and the scales. Payloads are made again, with the same values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.fp8.products import MULTIPLE, Float8Options, scaled_product
+from liger_ops.fp8.rows import quantize_rows
+from liger_ops.fp8.transpose import align, transpose
+from liger_ops.fp8.weights import quantize_weights, transpose_weights
+
+BeforeOutput = Callable[[Sequence[Tensor]], None]
+
+
+def weight_gradient(
+    x: Tensor,
+    x_scale: Tensor,
+    g: Sequence[Tensor],
+    g_payload: Tensor,
+    g_scale: Tensor,
+    w_scale: Tensor,
+    dtype: torch.dtype,
+    options: Float8Options,
+) -> Tensor:
+    """The gradient ``[N, K]`` of weights, from x (or its payload) and g in parts; ``w_scale`` multiplied g's payload."""
+    if options.high_precision_wgrad:
+        return torch.mm((g[0] if len(g) == 1 else torch.cat(list(g), dim=1)).t(), x.to(g[0].dtype)).to(dtype)
+    x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
+    return scaled_product(
+        transpose(g_payload, g_factor),
+        transpose(x, x_factor),
+        scale,
+        None,
+        dtype=dtype,
+        fast_accum=options.fast_accum[2],
+        emulate=options.emulate,
+    )
+
+
+class ScaledLinearFunction(torch.autograd.Function):
+    """``[..., K]`` to ``[..., N_i]`` of each weight; arguments after the first three are weights, then biases."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, options: Float8Options, before: BeforeOutput | None, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(parameters) // 2
+        weights: Any = parameters[:count]
+        sizes = [weight.shape[0] for weight in weights]
+        rows = backend.as_rows(x, x.shape[-1])
+        x_payload, x_scale = quantize_rows(rows)
+        w_payload, w_scale = quantize_weights(weights)
+        saved = [*weights, w_scale, *((x, x_scale) if any(ctx.needs_input_grad[3 : 3 + count]) else ())]
+        if before is not None:
+            before(saved)
+        ctx.save_for_backward(*saved)
+        ctx.options, ctx.sizes, ctx.x_shape, ctx.x_dtype = options, sizes, x.shape, x.dtype
+        dtype = backend.autocast_dtype(x.device.type) or x.dtype
+        return tuple(
+            scaled_product(
+                x_payload,
+                payload,
+                x_scale,
+                scale,
+                bias=bias,
+                dtype=dtype,
+                fast_accum=options.fast_accum[0],
+                emulate=options.emulate,
+            ).view(*x.shape[:-1], -1)
+            for payload, scale, bias in zip(
+                w_payload.split(sizes), w_scale.split(sizes), parameters[count:], strict=True
+            )
+        )
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        options: Float8Options = ctx.options
+        count = len(ctx.sizes)
+        needs_weights, needs_biases = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        weights, (w_scale, *inputs) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        rows = [backend.as_rows(grad, grad.shape[-1]) for grad in grads]
+        g_payload, g_scale = quantize_rows(rows, w_scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = scaled_product(
+                g_payload,
+                transpose_weights(weights, w_scale),
+                g_scale,
+                None,
+                dtype=grads[0].dtype,
+                fast_accum=options.fast_accum[1],
+                emulate=options.emulate,
+            )
+            grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
+        grad_weights: tuple[Tensor | None, ...] = (None,) * count
+        if any(needs_weights):
+            x, x_scale = inputs
+            x = backend.as_rows(x, x.shape[-1])
+            joined = weight_gradient(x, x_scale, rows, g_payload, g_scale, w_scale, weights[0].dtype, options)
+            grad_weights = tuple(
+                part if need else None for part, need in zip(joined.split(ctx.sizes), needs_weights, strict=True)
+            )
+        grad_biases = [
+            g.sum(dim=0).to(weights[0].dtype) if need else None for g, need in zip(rows, needs_biases, strict=True)
+        ]
+        return grad_x, None, None, *grad_weights, *grad_biases
+
+
+def scaled_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    options: Float8Options = Float8Options(),
+    before_output: BeforeOutput | None = None,
+) -> tuple[Tensor, ...]:
+    """``x W^T + bias`` of linear layers that share an input, in float8.
+
+    Args:
+        x: ``[..., in_features]``, of float32 or bfloat16. Any number of rows.
+        weights: ``[out_features, in_features]`` each, both sizes multiples of 16.
+        biases: ``[out_features]`` each, or None.
+        options: How to multiply.
+        before_output: Called before the products with the tensors that are then saved for backward.
+
+    Returns:
+        ``[..., out_features]`` of each layer, in autocast's dtype or x's.
+
+    Raises:
+        TypeError: If a tensor is none, or not real and floating-point.
+        ValueError: For shapes that do not fit, sizes that are no multiples of 16, and dtypes without float8 products.
+    """
+    biases = [None] * len(weights) if biases is None else biases
+    for weight, bias in zip(weights, biases, strict=True):
+        check_floating_tensors("x", x, weight=weight, bias=bias)
+        check_linear(x, weight)
+        if bias is not None:
+            check_shape("bias", bias, weight.shape[:1], "one for each row of the weight")
+    result: tuple[Tensor, ...] = ScaledLinearFunction.apply(x, options, before_output, *weights, *biases)
+    return result
+
+
+def check_linear(x: Tensor, weight: Tensor) -> None:
+    """Raises if there is no float8 product of ``x`` and ``weight``."""
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise wrong_value("x", "of float32 or bfloat16, for float8 products", x)
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise wrong_value("weight", f"[out_features, {x.shape[-1] if x.dim() else 'in_features'}]", weight)
+    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
+        raise wrong_value("weight", f"of sizes that are multiples of {MULTIPLE}, for float8 products", weight)

@@ -1,0 +1,236 @@
+"""Rows in float8: a payload in e4m3 and one power of two a row, the scale that multiplies it back.
+
+With a the largest absolute value of a row, its scale is the least 2**e with a / 2**e <= 448, e4m3's largest value, and
+e >= -108, so that a row of zeros has one too. Scaling is exact, so a payload differs from the row by one rounding. A row
+that holds an infinity or NaN has the scale NaN: conversions saturate, so its payload would hide it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_ops import backend
+
+E4M3 = torch.float8_e4m3fn
+_LEAST_AMAX = 2.0**-100
+_HELD_COLUMNS = 16384  # what registers hold; longer rows are read twice
+_LOOP_COLUMNS = 4096
+
+
+def scale_of(amax: Tensor) -> Tensor:
+    """The scale of rows with these largest absolute values, float32."""
+    bits = amax.float().clamp(min=_LEAST_AMAX).view(torch.int32)
+    scale = (((bits + 0x1FFFFF) >> 23) - 8 << 23).view(torch.float32)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def quantize_reference(x: Tensor, scale: Tensor) -> Tensor:
+    """The payload of rows ``x`` with these scales; that of a row that is not finite is of no use."""
+    return (x.float() / scale.nan_to_num(1.0)[:, None]).clamp(-448.0, 448.0).to(E4M3)
+
+
+def quantize_rows_reference(x: Tensor, channel_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Payload and scales of rows in plain PyTorch; see :func:`quantize_rows`."""
+    wide = x.float() if channel_scale is None else x.float() * channel_scale
+    scale = scale_of(wide.abs().amax(dim=1).where(~wide.isnan().any(dim=1), torch.nan))
+    return quantize_reference(wide, scale), scale
+
+
+@triton.jit
+def to_e4m3(x, INTERPRETED: tl.constexpr):
+    """``x`` in float8, rounded to the nearest, ties to even, which Triton's interpreter does not do."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
+        subnormal = (x + 24576.0) - 24576.0  # to multiples of 2**-9
+        x = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**exponent in float32: 0 below float32's normal range."""
+    return tl.where(exponent < -126, 0, (exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of(scale):
+    """The exponent of a power of two; 128 of NaN."""
+    return (scale.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def row_scale(amax):
+    """The scale of a row whose largest absolute value is ``amax``, NaN if that is NaN or infinite, and its inverse."""
+    bits = tl.maximum(amax, 7.888609052210118e-31).to(tl.int32, bitcast=True)
+    exponent = ((bits + 0x1FFFFF) >> 23) - 135
+    scale = tl.where(amax < float("inf"), power_of_two(exponent), float("nan"))
+    return scale, power_of_two(-exponent)
+
+
+@triton.jit
+def absolute(x):
+    """|x|, infinite where x is NaN, which a maximum would skip."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def _load(ptr, columns, num_columns, channel_scale_ptr):
+    x = tl.load(ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+    if channel_scale_ptr is not None:
+        x *= tl.load(channel_scale_ptr + columns, mask=columns < num_columns, other=0.0)
+    return x
+
+
+@triton.jit
+def _part(part_ptr, row, row_stride, channel_scale_ptr, offset):
+    """Where a row of one part starts, and the scales of its channels."""
+    if channel_scale_ptr is not None:
+        channel_scale_ptr += offset
+    return part_ptr + row * row_stride, channel_scale_ptr
+
+
+@triton.jit
+def _store(ptr, x, inverse, columns, num_columns, INTERPRETED: tl.constexpr):
+    tl.store(ptr + columns, to_e4m3(x * inverse, INTERPRETED), mask=columns < num_columns)
+
+
+@backend.Kernel
+def _quantize_rows_kernel(
+    first_ptr,  # [num_rows, first_columns]
+    second_ptr,  # further columns of the rows, or None
+    third_ptr,
+    channel_scale_ptr,  # [columns of all] or None
+    payload_ptr,  # [num_rows, columns of all]
+    scale_ptr,  # [num_rows]
+    first_row_stride,
+    second_row_stride,
+    third_row_stride,
+    payload_row_stride,
+    first_columns,
+    second_columns,
+    third_columns,
+    FIRST_BLOCK: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    THIRD_BLOCK: tl.constexpr,
+    HOLDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program quantizes a row: held in registers, or, of the first part alone, read twice."""
+    row = tl.program_id(0).to(tl.int64)
+    payload_ptr += row * payload_row_stride
+    first_ptr += row * first_row_stride
+    if HOLDS:
+        first_range = tl.arange(0, FIRST_BLOCK)
+        first = _load(first_ptr, first_range, first_columns, channel_scale_ptr)
+        amax = tl.max(absolute(first))
+        if second_ptr is not None:
+            second_range = tl.arange(0, SECOND_BLOCK)
+            start, scales = _part(second_ptr, row, second_row_stride, channel_scale_ptr, first_columns)
+            second = _load(start, second_range, second_columns, scales)
+            amax = tl.maximum(amax, tl.max(absolute(second)))
+        if third_ptr is not None:
+            third_range = tl.arange(0, THIRD_BLOCK)
+            start, scales = _part(third_ptr, row, third_row_stride, channel_scale_ptr, first_columns + second_columns)
+            third = _load(start, third_range, third_columns, scales)
+            amax = tl.maximum(amax, tl.max(absolute(third)))
+        scale, inverse = row_scale(amax)
+        _store(payload_ptr, first, inverse, first_range, first_columns, INTERPRETED)
+        if second_ptr is not None:
+            _store(payload_ptr + first_columns, second, inverse, second_range, second_columns, INTERPRETED)
+        if third_ptr is not None:
+            offset = first_columns + second_columns
+            _store(payload_ptr + offset, third, inverse, third_range, third_columns, INTERPRETED)
+    else:
+        block = tl.arange(0, FIRST_BLOCK)
+        largest = tl.zeros([FIRST_BLOCK], dtype=tl.float32)
+        for start in range(0, first_columns, FIRST_BLOCK):
+            largest = tl.maximum(largest, absolute(_load(first_ptr, start + block, first_columns, channel_scale_ptr)))
+        scale, inverse = row_scale(tl.max(largest))
+        for start in range(0, first_columns, FIRST_BLOCK):
+            x = _load(first_ptr, start + block, first_columns, channel_scale_ptr)
+            _store(payload_ptr, x, inverse, start + block, first_columns, INTERPRETED)
+    tl.store(scale_ptr + row, scale)
+
+
+def is_interpreted(tensor: Tensor) -> bool:
+    """Whether kernels on ``tensor`` run under Triton's interpreter."""
+    return not tensor.is_cuda
+
+
+@backend.register_op(
+    "fp8_quantize_rows_(Tensor first, Tensor? second, Tensor? third, Tensor? channel_scale, Tensor(a!) payload,"
+    " Tensor(b!) scale) -> ()",
+    fake=lambda *args: None,
+)
+def _quantize_rows(
+    first: Tensor,
+    second: Tensor | None,
+    third: Tensor | None,
+    channel_scale: Tensor | None,
+    payload: Tensor,
+    scale: Tensor,
+) -> None:
+    parts = [first, second, third]
+    columns = [0 if part is None else part.shape[1] for part in parts]
+    blocks = [triton.next_power_of_2(max(each, 1)) for each in columns]
+    holds = sum(blocks) <= _HELD_COLUMNS
+    if not holds:
+        blocks = [_LOOP_COLUMNS, 1, 1]
+    _quantize_rows_kernel.launch(
+        payload.shape[0],
+        first_ptr=first,
+        second_ptr=second,
+        third_ptr=third,
+        channel_scale_ptr=channel_scale,
+        payload_ptr=payload,
+        scale_ptr=scale,
+        first_row_stride=first.stride(0),
+        second_row_stride=0 if second is None else second.stride(0),
+        third_row_stride=0 if third is None else third.stride(0),
+        payload_row_stride=payload.stride(0),
+        first_columns=columns[0],
+        second_columns=columns[1],
+        third_columns=columns[2],
+        FIRST_BLOCK=blocks[0],
+        SECOND_BLOCK=blocks[1],
+        THIRD_BLOCK=blocks[2],
+        HOLDS=holds,
+        INTERPRETED=is_interpreted(first),
+        num_warps=max(1, min(16, sum(blocks) // 512)),
+    )
+
+
+def quantize_rows(
+    parts: Tensor | list[Tensor],
+    channel_scale: Tensor | None = None,
+    payload: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rows in float8.
+
+    Args:
+        parts: ``[num_rows, num_columns]``, or up to three such tensors, side by side.
+        channel_scale: ``[num_columns]`` of all parts, float32: multiplies the columns first; powers of two are exact.
+        payload, scale: Where to write the results, by default new memory.
+
+    Returns:
+        The payload in e4m3, ``[num_rows, num_columns]``, and the scales, float32, ``[num_rows]``.
+    """
+    parts = [parts] if isinstance(parts, Tensor) else parts
+    first, num_columns = parts[0], sum(part.shape[1] for part in parts)
+    payload = first.new_empty((first.shape[0], num_columns), dtype=E4M3) if payload is None else payload
+    scale = first.new_empty(first.shape[0], dtype=torch.float32) if scale is None else scale
+    if first.shape[0] == 0:
+        return payload, scale
+    if not backend.runs_on_triton(*parts):
+        found = quantize_rows_reference(torch.cat(parts, dim=1), channel_scale)
+        payload.copy_(found[0])
+        scale.copy_(found[1])
+        return payload, scale
+    if len(parts) > 1 and sum(triton.next_power_of_2(part.shape[1]) for part in parts) > _HELD_COLUMNS:
+        parts = [torch.cat(parts, dim=1)]
+    rows = [backend.as_rows(part, part.shape[1]) for part in parts]
+    _quantize_rows(*rows, *[None] * (3 - len(rows)), channel_scale, payload, scale)
+    return payload, scale
