@@ -10,8 +10,20 @@ IMPLEMENTATIONS = {
     "liger_kernel": "liger-kernel",
     "ours": "lightning-liger",
     "ours_fsdp2": "lightning-liger, FSDP2",
+    "ours_fp8": "lightning-liger, float8",
+    "ours_fsdp2_fp8": "lightning-liger, FSDP2, float8",
+    "ours_fp8_gw_hp": "lightning-liger, float8, weight gradients in bfloat16",
+    "ours_fp8_save": "lightning-liger, float8, saved in float8",
 }
 """Names on the command line and in results, with the names in tables and figures."""
+
+FLOAT8: dict[str, dict[str, Any]] = {
+    "ours_fp8": {},
+    "ours_fsdp2_fp8": {},
+    "ours_fp8_gw_hp": {"high_precision_wgrad": True},
+    "ours_fp8_save": {"save": "fp8"},
+}
+"""Arguments of ``Float8Recipe`` for implementations whose linear layers run in float8."""
 
 SYNTAX = (
     "IMPLEMENTATION or IMPLEMENTATION:PLAN. Implementations: " + ", ".join(IMPLEMENTATIONS) + ". Plans: none or full"
