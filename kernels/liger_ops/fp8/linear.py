@@ -36,7 +36,7 @@ def weight_gradient(
     dtype: torch.dtype,
     options: Float8Options,
 ) -> Tensor:
-    """The gradient ``[N, K]`` of weights, from x (or its payload) and g in parts; ``w_scale`` multiplied g's payload."""
+    """The gradient ``[N, K]`` of weights from x, or its payload, and g in parts; ``w_scale`` multiplied g's payload."""
     if options.high_precision_wgrad:
         return torch.mm((g[0] if len(g) == 1 else torch.cat(list(g), dim=1)).t(), x.to(g[0].dtype)).to(dtype)
     x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
@@ -64,7 +64,8 @@ class ScaledLinearFunction(torch.autograd.Function):
         rows = backend.as_rows(x, x.shape[-1])
         x_payload, x_scale = quantize_rows(rows)
         w_payload, w_scale = quantize_weights(weights)
-        saved = [*weights, w_scale, *((x, x_scale) if any(ctx.needs_input_grad[3 : 3 + count]) else ())]
+        channel_scale = w_scale.bfloat16()  # powers of two, half as many bytes
+        saved = [*weights, channel_scale, *((x, x_scale) if any(ctx.needs_input_grad[3 : 3 + count]) else ())]
         if before is not None:
             before(saved)
         ctx.save_for_backward(*saved)
