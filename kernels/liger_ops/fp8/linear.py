@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
-from liger_ops.fp8.products import MULTIPLE, Float8Options, scaled_product
+from liger_ops.fp8.products import DEFAULT_OPTIONS, MAX_FAST_ACCUM, MULTIPLE, Float8Options, scaled_product
 from liger_ops.fp8.rows import quantize_rows
 from liger_ops.fp8.transpose import align, transpose
 from liger_ops.fp8.weights import quantize_weights, transpose_weights
@@ -79,7 +79,7 @@ class ScaledLinearFunction(torch.autograd.Function):
                 scale,
                 bias=bias,
                 dtype=dtype,
-                fast_accum=options.fast_accum[0],
+                fast_accum=options.fast_accum[0] and x.shape[-1] <= MAX_FAST_ACCUM,
                 emulate=options.emulate,
             ).view(*x.shape[:-1], -1)
             for payload, scale, bias in zip(
@@ -127,7 +127,7 @@ def scaled_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     *,
-    options: Float8Options = Float8Options(),
+    options: Float8Options = DEFAULT_OPTIONS,
     before_output: BeforeOutput | None = None,
 ) -> tuple[Tensor, ...]:
     """``x W^T + bias`` of linear layers that share an input, in float8.

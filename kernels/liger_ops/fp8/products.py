@@ -12,21 +12,29 @@ MULTIPLE = 16
 """Of the summed dimension and of the second operand's rows."""
 
 
+MAX_FAST_ACCUM = 8192
+"""Longer sums take as long without fast accumulation."""
+
+
 class Float8Options(NamedTuple):
     """How linear layers multiply.
 
-    Fast accumulation keeps partial sums in the tensor cores' short accumulators (14 bits); without it they are added in
-    float32 every 128 elements.
+    Fast accumulation keeps partial sums in the tensor cores' short accumulators (14 bits), which cut off what does not
+    fit; without it they are added in float32 every 128 elements. Of sums whose terms have one sign it loses 0.6% of
+    4,096 terms and 3.7% of 16,384, on an H200; of random signs nothing that counts.
     """
 
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
-    """Of the output, the gradient of the input and that of the weight."""
+    """Of the output, if it sums at most ``MAX_FAST_ACCUM`` terms, the gradient of the input and that of the weight."""
     high_precision_wgrad: bool = False
     """Whether weights' gradients are products of the unquantized tensors."""
     save_payloads: bool = False
     """Whether a gated MLP keeps gate and up in float8 for backward."""
     emulate: bool = False
     """Whether products run in float32, on any device."""
+
+
+DEFAULT_OPTIONS = Float8Options()
 
 
 def unsupported(device: torch.device) -> str | None:
