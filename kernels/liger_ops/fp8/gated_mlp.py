@@ -28,7 +28,7 @@ from liger_ops.fp8.rows import (
     row_scale,
     to_e4m3,
 )
-from liger_ops.fp8.weights import quantize_weights, transpose_weights
+from liger_ops.fp8.weights import joined, quantize_weights, transpose_weights
 from liger_ops.gated_linear_unit import ACTIVATIONS, activate
 
 _MAX_BLOCK = 16384
@@ -192,8 +192,9 @@ def _gated_rows(
 
 
 @backend.register_op(
-    "fp8_gated_rows_backward_(Tensor grad, Tensor gate_up, Tensor? kept_scale, Tensor channel_scale, str activation, bool up_first,"
-    " Tensor(a!) grad_payload, Tensor(b!) product, Tensor(c!) grad_scale, Tensor(d!) product_scale) -> ()",
+    "fp8_gated_rows_backward_(Tensor grad, Tensor gate_up, Tensor? kept_scale, Tensor channel_scale, str activation,"
+    " bool up_first, Tensor(a!) grad_payload, Tensor(b!) product, Tensor(c!) grad_scale, Tensor(d!) product_scale)"
+    " -> ()",
     fake=lambda *args: None,
 )
 def _gated_rows_backward(
@@ -327,15 +328,20 @@ class GatedMLPFunction(torch.autograd.Function):
     ) -> Tensor:
         dtype = backend.autocast_dtype(x.device.type) or x.dtype
         x_payload, x_scale = quantize_rows(backend.as_rows(x, x.shape[-1]))
-        payload, scale = quantize_weights(gate_up_weights)
+        payloads, scale = quantize_weights(gate_up_weights)
         gate_up_scale = scale.bfloat16()
         settings: dict[str, Any] = {"dtype": dtype, "emulate": options.emulate}
         fast, width = options.fast_accum[0], down.shape[1]
         gate_up = scaled_product(
-            x_payload, payload, x_scale, scale, fast_accum=fast and x.shape[-1] <= MAX_FAST_ACCUM, **settings
+            x_payload,
+            joined(payloads, scale),
+            x_scale,
+            scale,
+            fast_accum=fast and x.shape[-1] <= MAX_FAST_ACCUM,
+            **settings,
         )
-        del x_payload, payload
-        payload, scale = quantize_weights([down])
+        del x_payload, payloads
+        (payload,), scale = quantize_weights([down])
         down_scale = scale.bfloat16()
         saved = [x, *gate_up_weights, down, x_scale, gate_up_scale, down_scale]
         if options.save_payloads:
@@ -392,8 +398,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads: list[Tensor | None] = [None] * len(weights)
     if any(needs_gate_up):
         rows = backend.as_rows(x, x.shape[-1])
-        joined = weight_gradient(rows, x_scale, [], grad_payload, grad_scale, gate_up_scale, weights[0].dtype, options)
-        parts = joined.split([weight.shape[0] for weight in weights])
+        grad_rows = weight_gradient(
+            rows, x_scale, [], grad_payload, grad_scale, gate_up_scale, weights[0].dtype, options
+        )
+        parts = grad_rows.split([weight.shape[0] for weight in weights])
         grads = [part if needed else None for part, needed in zip(parts, needs_gate_up, strict=True)]
     return grad_x, None, None, None, None, grad_down, *grads
 

@@ -63,7 +63,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         sizes = [weight.shape[0] for weight in weights]
         rows = backend.as_rows(x, x.shape[-1])
         x_payload, x_scale = quantize_rows(rows)
-        w_payload, w_scale = quantize_weights(weights)
+        payloads, w_scale = quantize_weights(weights)
         channel_scale = w_scale.bfloat16()  # powers of two, half as many bytes
         saved = [*weights, channel_scale, *((x, x_scale) if any(ctx.needs_input_grad[3 : 3 + count]) else ())]
         if before is not None:
@@ -82,9 +82,7 @@ class ScaledLinearFunction(torch.autograd.Function):
                 fast_accum=options.fast_accum[0] and x.shape[-1] <= MAX_FAST_ACCUM,
                 emulate=options.emulate,
             ).view(*x.shape[:-1], -1)
-            for payload, scale, bias in zip(
-                w_payload.split(sizes), w_scale.split(sizes), parameters[count:], strict=True
-            )
+            for payload, scale, bias in zip(payloads, w_scale.split(sizes), parameters[count:], strict=True)
         )
 
     @staticmethod

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_ops.fp8.rows import ones
+
 MULTIPLE = 16
 """Of the summed dimension and of the second operand's rows."""
 
@@ -88,19 +90,8 @@ def scaled_product(
     if emulate or not (a.is_cuda or a.is_meta):
         return emulated_product(a, b, a_scale, b_scale, bias, dtype)
     if b_scale is None:
-        b_scale = _ones(b.shape[0], b.device)
+        b_scale = ones(b.shape[0], b.device)
     args: tuple[Any, ...] = a, b.t(), a_scale[:, None], b_scale[None, :]
     fused_bias = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
     y: Tensor = torch.ops.aten._scaled_mm(*args, fused_bias, None, dtype, fast_accum)
     return y if bias is None or fused_bias is not None else y + bias.to(dtype)
-
-
-_constants: dict[tuple[int, torch.device], Tensor] = {}
-
-
-def _ones(size: int, device: torch.device) -> Tensor:
-    if device.type == "meta":
-        return torch.ones(size, device=device)
-    if (size, device) not in _constants:
-        _constants[size, device] = torch.ones(size, device=device)
-    return _constants[size, device]

@@ -233,3 +233,15 @@ def quantize_rows(
     rows = [backend.as_rows(part, part.shape[1]) for part in parts]
     _quantize_rows(*rows, *[None] * (3 - len(rows)), channel_scale, payload, scale)
     return payload, scale
+
+
+_ones: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def ones(size: int, device: torch.device) -> Tensor:
+    """``[size]`` ones in float32, which nobody may write to."""
+    if device.type == "meta":
+        return torch.ones(size, device=device)
+    if (size, device) not in _ones:
+        _ones[size, device] = torch.ones(size, device=device)
+    return _ones[size, device]
