@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_map_only
 from liger_ops.fp8.rows import E4M3, ones, quantize_rows
 from liger_ops.fp8.transpose import transpose
 
-
 _COPIES = {
     torch.ops.aten.alias.default,
     torch.ops.aten.clone.default,
