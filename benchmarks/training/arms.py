@@ -10,6 +10,8 @@ IMPLEMENTATIONS = {
     "liger_kernel": "liger-kernel",
     "ours": "lightning-liger",
     "ours_fsdp2": "lightning-liger, FSDP2",
+    "ours_fp8": "lightning-liger, fp8",
+    "ours_fsdp2_fp8": "lightning-liger, FSDP2, fp8",
 }
 """Names on the command line and in results, with the names in tables and figures."""
 
@@ -54,14 +56,15 @@ class Arm:
 
     @property
     def strategy_arguments(self) -> dict[str, Any]:
-        """The arguments of our strategies that ask for the plan."""
+        """The arguments of our strategies that ask for float8 and for the plan."""
+        arguments: dict[str, Any] = {"fp8": "auto"} if "fp8" in self.implementation else {}
         if self.plan in ("none", "full"):
-            return {"activation_checkpointing": self.plan}
+            return {**arguments, "activation_checkpointing": self.plan}
         if self.plan.isdecimal():
-            return {"activation_checkpointing": int(self.plan)}
+            return {**arguments, "activation_checkpointing": int(self.plan)}
         if self.plan == "auto":
-            return {"memory_budget": "auto"}
-        return {"memory_budget": float(self.plan.removesuffix("GiB"))} if self.plan else {}
+            return {**arguments, "memory_budget": "auto"}
+        return {**arguments, "memory_budget": float(self.plan.removesuffix("GiB"))} if self.plan else arguments
 
     def __str__(self) -> str:
         return f"{self.implementation}:{self.plan}" if self.plan else self.implementation

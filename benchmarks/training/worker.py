@@ -73,7 +73,7 @@ def make_strategy(job: Job, device: torch.device) -> Strategy:
     if not arm.is_ours:
         return SingleDeviceStrategy(device) if single else PlainFSDPStrategy()
     arguments = arm.strategy_arguments
-    if arm.implementation == "ours_fsdp2":
+    if "fsdp2" in arm.implementation:
         return LigerModelParallelStrategy(**arguments)
     if single:
         return LigerSingleDeviceStrategy(**arguments)

@@ -66,6 +66,12 @@ class Float8Weight(Tensor):
             else:
                 parts = [func(each) for each in (weight.payload, weight.scale)]
             return Float8Weight(parts[0], parts[1], kwargs.get("dtype") or weight.dtype)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            args[0].payload.copy_((found := cls.of(args[1])).payload)
+            args[0].scale.copy_(found.scale)
+            return args[0]
+        if func._schema.is_mutable and isinstance(args[0], cls):
+            raise TypeError(f"{func} would write to a weight that is held in float8, which only copy_ may")
         args, kwargs = tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
