@@ -43,8 +43,10 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
-        subnormal = (x + 24576.0) - 24576.0  # to multiples of 2**-9
-        x = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+        subnormal = (tl.abs(x) + 24576.0) - 24576.0  # to multiples of 2**-9
+        subnormal = (subnormal.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+        rounded = tl.where(tl.abs(x) < 0.015625, subnormal, normal).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        return tl.where(x == x, rounded, 127).to(tl.int8).to(tl.float8e4nv, bitcast=True)
     return x.to(tl.float8e4nv)
 
 
