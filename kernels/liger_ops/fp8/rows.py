@@ -43,8 +43,10 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
-        subnormal = (x + 24576.0) - 24576.0  # to multiples of 2**-9
-        x = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+        subnormal = (tl.abs(x) + 24576.0) - 24576.0  # to multiples of 2**-9
+        subnormal = (subnormal.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+        rounded = tl.where(tl.abs(x) < 0.015625, subnormal, normal).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        return tl.where(x == x, rounded, 127).to(tl.int8).to(tl.float8e4nv, bitcast=True)
     return x.to(tl.float8e4nv)
 
 
@@ -173,7 +175,7 @@ def _quantize_rows(
 ) -> None:
     parts = [first, second, third]
     columns = [0 if part is None else part.shape[1] for part in parts]
-    blocks = [triton.next_power_of_2(max(each, 1)) for each in columns]
+    blocks = [triton.next_power_of_2(each) for each in columns]
     holds = sum(blocks) <= _HELD_COLUMNS
     if not holds:
         blocks = [_LOOP_COLUMNS, 1, 1]
@@ -210,7 +212,7 @@ def quantize_rows(
     """Rows in float8.
 
     Args:
-        parts: ``[num_rows, num_columns]``, or up to three such tensors, side by side.
+        parts: ``[num_rows, num_columns]``, or several such tensors, side by side.
         channel_scale: ``[num_columns]`` of all parts: multiplies the columns first, exactly if these are powers of two.
         payload, scale: Where to write the results, by default new memory.
 
@@ -228,7 +230,8 @@ def quantize_rows(
         payload.copy_(found[0])
         scale.copy_(found[1])
         return payload, scale
-    if len(parts) > 1 and sum(triton.next_power_of_2(part.shape[1]) for part in parts) > _HELD_COLUMNS:
+    columns = [triton.next_power_of_2(part.shape[1]) for part in parts]
+    if len(parts) > 3 or (len(parts) > 1 and sum(columns) > _HELD_COLUMNS):
         parts = [torch.cat(parts, dim=1)]
     rows = [backend.as_rows(part, part.shape[1]) for part in parts]
     _quantize_rows(*rows, *[None] * (3 - len(rows)), channel_scale, payload, scale)

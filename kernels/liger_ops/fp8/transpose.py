@@ -200,7 +200,7 @@ def transpose(source: Tensor, factor: Tensor, *, inverse: bool = False, target: 
         factor = factor.nan_to_num(1.0)[:, None]
         x = source.float() / factor if inverse else source.float() * factor
         target[:, num_rows:] = 0.0
-        target[:, :num_rows] = x.nan_to_num().clamp(-448.0, 448.0).to(E4M3).t()
+        target[:, :num_rows] = x.clamp(-448.0, 448.0).to(E4M3).t()
         return target
     rows = source if source.stride(1) == 1 else source.contiguous()
     _transpose(rows, factor, inverse, target)
