@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
 from liger_ops.fp8.products import unsupported
 from lightning_liger.lazy.logits import loss_wanted
-from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, float8_share
+from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import (
     RULES,
@@ -150,7 +150,7 @@ def _find_linears(model: nn.Module, recipe: Float8Recipe, found: Sequence[Any]) 
     replacements += [(each, each.liger_replacement) for each in model.modules() if isinstance(each, Patched)]
     shared = [(module, (each.gate, each.up)) for module, each in replacements if isinstance(each, MLPReplacement)]
     groups = list(find_layers_of(model, recipe, heads, shared))
-    if not any(entry.replacement for _, entry in groups) and float8_share(model) is None:
+    if not any(entry.replacement for _, entry in groups) and not converted_layers(model):
         reasons = dict.fromkeys(f"{entry.structure}: {entry.reason}" for _, entry in groups)
         shown = "; ".join(list(reasons)[:3]) or "it has no linear layers"
         rank_zero_warn(f"lightning-liger: fp8={recipe} converted nothing in {type(model).__name__} ({shown})")

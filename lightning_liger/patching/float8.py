@@ -11,6 +11,8 @@ from torch import nn
 from liger_ops.arguments import check_bool, check_choice, check_integer, wrong_type, wrong_value
 from liger_ops.fp8.products import Float8Options
 
+ATTRIBUTE = "liger_float8"
+"""Of converted layers, how they run."""
 Filter = Literal["auto"] | list[str] | Callable[[nn.Module, str], bool]
 """``"auto"`` by size, names of modules or patterns of them (``"*.mlp.*"``), or a function of a module and its name."""
 
@@ -120,13 +122,15 @@ def is_too_small(out_features: int, in_features: int) -> bool:
 
 def float8_share(model: nn.Module) -> float | None:
     """The share of the FLOPs of converted layers' calls that ran in float8; None before any call."""
-    counts = [layers.num_products for layers in {id(each): each for each in _all_layers(model)}.values()]
+    counts = [layers.num_products for layers in converted_layers(model)]
     in_float8, others = (sum(each[index] for each in counts) for index in (0, 1))
     return in_float8 / (in_float8 + others) if in_float8 + others else None
 
 
-def _all_layers(model: nn.Module) -> list[Any]:
-    return [vars(module)["liger_float8"] for module in model.modules() if "liger_float8" in vars(module)]
+def converted_layers(model: nn.Module) -> list[Any]:
+    """The :class:`~lightning_liger.patching.rules.linear.Float8Layers` in ``model``, each once."""
+    found = [vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)]
+    return list({id(layers): layers for layers in found}.values())
 
 
 def compute_dtype_error(dtype: torch.dtype, name: str) -> ValueError:

@@ -23,13 +23,12 @@ from lightning_liger.activations.cheap import count_writes
 from lightning_liger.activations.frames import end_recomputation_with
 from lightning_liger.activations.layers import find_layers
 from lightning_liger.activations.tiles import has_hooks
-from lightning_liger.patching.float8 import Float8Recipe, compute_dtype_error, is_too_small
+from lightning_liger.patching.float8 import ATTRIBUTE, Float8Recipe, compute_dtype_error, is_too_small
 from lightning_liger.patching.report import PatchEntry
 from lightning_liger.patching.rules.base import Replacement
 from lightning_liger.patching.verify import Mismatch
 
 KERNEL = "fp8"
-_ATTRIBUTE = "liger_float8"
 _ATTENTION = {"q", "k", "v", "kv", "qkv", "query", "key", "value", "wq", "wk", "wv"}
 _TOLERANCE = 0.06
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -152,7 +151,7 @@ class Float8Replacement(Replacement):
 
         @functools.wraps(linear.forward)
         def forward(self: nn.Linear, input: Tensor) -> Tensor:
-            layers: Float8Layers = vars(self)[_ATTRIBUTE]
+            layers: Float8Layers = vars(self)[ATTRIBUTE]
             return layers(self, input, linear)
 
         def _save_to_state_dict(self: nn.Linear, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -216,7 +215,7 @@ def find_layers_of(
     parents = {getattr(parent, name): parent for parent, names_ in shared for name in names_ if name}
     groups: dict[Hashable, list[nn.Linear]] = {}
     for module, name in names.items():
-        if _ATTRIBUTE in vars(module):
+        if ATTRIBUTE in vars(module):
             continue
         parent, _, leaf = name.rpartition(".")
         reason = "the fused loss computes its products" if id(module) in heads else None
@@ -275,10 +274,10 @@ def convert(members: Sequence[nn.Linear], recipe: Float8Recipe) -> Iterator[Call
     layers = Float8Layers(recipe, members)
     for member in members:
         yield partial(setattr, member, "__class__", type(member))
-        vars(member)[_ATTRIBUTE] = layers
+        vars(member)[ATTRIBUTE] = layers
         patched: Any = Float8Replacement().patched_class(type(member))
         member.__class__ = patched
-        yield partial(vars(member).pop, _ATTRIBUTE)
+        yield partial(vars(member).pop, ATTRIBUTE)
         if recipe.hold_frozen is True and not member.weight.requires_grad and not member.weight.is_meta:
             member.weight = nn.Parameter(Float8Weight.of(member.weight), requires_grad=False)
             yield partial(_dequantize, member)
@@ -291,5 +290,5 @@ def _dequantize(member: nn.Linear) -> None:
 
 def layers_of(module: Any) -> Float8Layers | None:
     """What a converted layer runs with, None for other modules and for those whose call is more than their forward."""
-    layers: Float8Layers | None = vars(module).get(_ATTRIBUTE)
+    layers: Float8Layers | None = vars(module).get(ATTRIBUTE)
     return None if layers is None or _is_called_otherwise(module) else layers
