@@ -36,6 +36,8 @@ class Float8Recipe:
         evaluate: Whether modules in eval mode multiply in float8 too.
         hold_frozen: Whether weights that are frozen stay in memory in float8 only; ``"auto"``: under strategies that do
             not shard parameters. Checkpoints then hold these values, which float8 represents exactly.
+        all_gather: Whether FSDP2 (``liger_model_parallel``) gathers weights in float8, half the bytes: it pays where
+            communication is slow. Evaluation and small calls then multiply by these rounded weights too.
         emulate: Whether products run in float32 on GPUs too, for tests.
 
     Raises:
@@ -52,13 +54,14 @@ class Float8Recipe:
     save: Literal["auto", "fp8"] = "auto"
     evaluate: bool = False
     hold_frozen: Literal["auto"] | bool = "auto"
+    all_gather: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
         check_choice("scaling", self.scaling, ("rowwise",))
         check_choice("save", self.save, ("auto", "fp8"))
         check_choice("hold_frozen", self.hold_frozen, ("auto", True, False))
-        for name in ("high_precision_wgrad", "evaluate", "emulate"):
+        for name in ("high_precision_wgrad", "evaluate", "all_gather", "emulate"):
             check_bool(name, getattr(self, name))
         check_integer("min_tokens", self.min_tokens, at_least=0)
         for name, size, kind in (("fast_accum", 3, bool), ("skip_layers", 2, int)):

@@ -35,6 +35,8 @@ class FabricStrategy(Strategy):
     """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
     _holds_frozen = False
     """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
+    _gathers_float8 = False
+    """Whether the engine can gather weights in float8."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class FabricStrategy(Strategy):
         self.kernels = kernels
         self.fp8 = fp8
         self.fault_tolerance = fault_tolerance
-        self._kernels = Kernels(kernels, fp8)
+        self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         refuse_unknown(self, kwargs, self._wrapper)

@@ -58,6 +58,8 @@ class TrainerStrategy(Strategy):
     """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
     _holds_frozen = False
     """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
+    _gathers_float8 = False
+    """Whether the engine can gather weights in float8."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class TrainerStrategy(Strategy):
         self.context_parallel: ContextParallel | None = None
         self.engine = Engine(self)
         """The strategy as the module sees it."""
-        self._kernels = Kernels(kernels, fp8)
+        self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._activations.layers_communicate = context_parallel_size > 1
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from liger_ops.fp8.rows import E4M3, ones, quantize_rows
@@ -58,8 +59,11 @@ class Float8Weight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.as_strided.default and isinstance(weight := args[0], cls):
+            is_whole = (tuple(args[1]), tuple(args[2])) == (weight.shape, weight.stride())
+            func, args, kwargs = (torch.ops.aten.alias.default, args[:1], {}) if is_whole else (func, args, kwargs)
         if func in _COPIES and isinstance(args[0], cls):
-            weight: Float8Weight = args[0]
+            weight = args[0]
             if func is torch.ops.aten._to_copy.default:
                 device = kwargs.get("device")
                 parts = [each.to(device or each.device, copy=True) for each in (weight.payload, weight.scale)]
@@ -74,6 +78,16 @@ class Float8Weight(Tensor):
             raise TypeError(f"{func} would write to a weight that is held in float8, which only copy_ may")
         args, kwargs = tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight as checkpoints hold it: without these classes, over the same memory if it has its values there."""
+    if isinstance(weight, Float8Weight):
+        return weight.dequantize()
+    if isinstance(weight, DTensor) and isinstance(local := weight.to_local(), Float8Shard):
+        mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+        return DTensor.from_local(local.plain(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return weight.plain() if isinstance(weight, Float8Shard) else weight
 
 
 def quantize_weights(weights: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -114,3 +128,57 @@ def transpose_weights(weights: Sequence[Tensor], scale: Tensor) -> Tensor:
         else:
             transpose(weight, scales, inverse=True, target=columns)
     return target
+
+
+_KEPT = {
+    getattr(torch.ops.aten, name).default
+    for name in ("alias", "as_strided", "clone", "detach", "new_empty", "new_zeros", "view", "_to_copy", "_pin_memory")
+} | {torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor, torch.ops.aten.empty_like.default}
+
+
+class Float8Shard(Tensor):
+    """A parameter that FSDP2 shards and gathers in float8, half the bytes of bfloat16; a plain tensor otherwise.
+
+    What is computed of it is a plain tensor too, but for parts and copies, of which FSDP2 makes the shards.
+    """
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> "Float8Shard":
+        shard: Float8Shard = Tensor._make_subclass(cls, tensor)
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs lack the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+        if func not in _KEPT or not isinstance(args[0], cls):
+            return result
+        return tree_map_only(Tensor, cls, result)
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            tensor: Tensor = torch.ops.aten.alias.default(self)
+        return tensor
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, Tensor], int]:
+        """The shard's payload and scales, with as many rows as every rank's."""
+        num_rows = -(-outer_size[0] // mesh.size())
+        payload = torch.zeros((num_rows, self.shape[1]), dtype=torch.uint8, device=self.device).view(E4M3)
+        scale = torch.ones(num_rows, dtype=torch.float32, device=self.device)
+        shard = self.plain()
+        quantize_rows(shard, payload=payload[: shard.shape[0]], scale=scale[: shard.shape[0]])
+        return (payload, scale), outer_size[0]
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], num_rows: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """The whole weight over the memory that FSDP2 gathered into."""
+        if out is not None:  # which lies over the same memory
+            return None
+        payload, scale = gathered
+        return Float8Weight(payload[:num_rows], scale[:num_rows], dtype), ()

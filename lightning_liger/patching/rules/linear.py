@@ -18,12 +18,12 @@ from liger_ops.arguments import did_you_mean
 from liger_ops.backend import autocast_dtype
 from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import MULTIPLE, Float8Options
-from liger_ops.fp8.weights import Float8Weight
+from liger_ops.fp8.weights import Float8Shard, Float8Weight, plain
 from lightning_liger.activations.cheap import count_writes
 from lightning_liger.activations.frames import end_recomputation_with
 from lightning_liger.activations.layers import find_layers
 from lightning_liger.activations.tiles import has_hooks
-from lightning_liger.patching.float8 import ATTRIBUTE, Float8Recipe, compute_dtype_error, is_too_small
+from lightning_liger.patching.float8 import ATTRIBUTE, Float8Recipe, compute_dtype_error, converted_layers, is_too_small
 from lightning_liger.patching.report import PatchEntry
 from lightning_liger.patching.rules.base import Replacement
 from lightning_liger.patching.verify import Mismatch
@@ -156,8 +156,7 @@ class Float8Replacement(Replacement):
 
         def _save_to_state_dict(self: nn.Linear, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
             linear._save_to_state_dict(self, destination, prefix, keep_vars)
-            if isinstance(self.weight, Float8Weight):
-                destination[prefix + "weight"] = self.weight.dequantize()
+            destination[prefix + "weight"] = plain(self.weight)
 
         return {"forward": forward, "_save_to_state_dict": _save_to_state_dict}
 
@@ -286,6 +285,15 @@ def convert(members: Sequence[nn.Linear], recipe: Float8Recipe) -> Iterator[Call
 def _dequantize(member: nn.Linear) -> None:
     if isinstance(member.weight, Float8Weight):
         member.weight = nn.Parameter(member.weight.dequantize(), requires_grad=False)
+
+
+def gather_in_float8(model: nn.Module) -> None:
+    """Lets FSDP2, which is about to shard ``model``, gather the weights of layers whose recipe says so in float8."""
+    for layers in converted_layers(model):
+        for member in layers.members if layers.recipe.all_gather else ():
+            if not isinstance(member.weight, DTensor):
+                shard = Float8Shard(member.weight.detach())
+                member.weight = nn.Parameter(shard, requires_grad=member.weight.requires_grad)
 
 
 def layers_of(module: Any) -> Float8Layers | None:

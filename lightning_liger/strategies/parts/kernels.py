@@ -15,10 +15,12 @@ _WITHOUT_FLOAT8 = ("16-true", "16-mixed", "64-true")
 class Kernels:
     """Applies the chosen kernels to models; raises for a wrong choice."""
 
-    def __init__(self, choice: KernelChoice, fp8: Float8Choice = None) -> None:
+    def __init__(self, choice: KernelChoice, fp8: Float8Choice = None, *, gathers_float8: bool = False) -> None:
         check_kernels(choice)
         self.choice = choice
         self.recipe = check_float8(fp8)
+        if self.recipe is not None and self.recipe.all_gather and not gathers_float8:
+            raise ValueError(f"{fp8!r}: all_gather=True is for 'liger_model_parallel', only FSDP2 gathers in float8")
         self.report: PatchReport | None = None
         """Of the last model in which modules were replaced, None before the first model."""
 

@@ -9,7 +9,8 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from liger_ops.fp8.weights import Float8Weight
@@ -48,6 +49,7 @@ from tests.lightning_liger.strategies.workers.trainings import (
 from tests.lightning_liger.tiny import quiet_trainer, tiny_llama
 
 EVERY = Float8Recipe(filter=["*"], min_tokens=1)
+GATHERED = Float8Recipe(filter=["*"], min_tokens=1, all_gather=True)
 NUM_BATCHES = 4
 
 
@@ -66,13 +68,18 @@ RUNS: dict[str, tuple[Any, str]] = {
     "fsdp-recomputed": (partial(LigerFSDPStrategy, fp8=EVERY, activation_checkpointing="full"), "whole"),
     "fsdp-mixed": (partial(LigerFSDPStrategy, fp8=EVERY), "mixed"),
     "fsdp2": (partial(LigerModelParallelStrategy, fp8=EVERY), "whole"),
+    "fsdp2-gathered": (partial(LigerModelParallelStrategy, fp8=GATHERED), "whole"),
+    "fsdp2-gathered-recomputed": (
+        partial(LigerModelParallelStrategy, fp8=GATHERED, activation_checkpointing="full"),
+        "mixed",
+    ),
     # Layers of a group are not gathered together.
     "fsdp2-each-linear": (partial(LigerModelParallelStrategy, fp8=EVERY, auto_wrap_policy=["Linear"]), "whole"),
 }
 FABRIC_RUNS = {
     "fabric-ddp": partial(FabricLigerDDPStrategy, fp8=EVERY),
     "fabric-fsdp": partial(FabricLigerFSDPStrategy, fp8=EVERY),
-    "fabric-fsdp2": partial(FabricLigerModelParallelStrategy, fp8=EVERY),
+    "fabric-fsdp2": partial(FabricLigerModelParallelStrategy, fp8=GATHERED),
 }
 
 
@@ -88,6 +95,8 @@ def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
         module = Model(change)
         found[name] = fit(run, strategy, module, batches, gradient_clip_val=1e6)
         found[name]["share"] = float8_share(module)  # of what a rank computed itself
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in module.state_dict().values()]
+        found[name]["classes"] = {type(each) for each in local}
     for name, strategy in FABRIC_RUNS.items():
         model = build()
         found[name] = fit_with_fabric(run, strategy, model, batches, loss_of_labels)
@@ -113,6 +122,7 @@ def test_ranks_train_as_one_process(ranks: Any, name: str) -> None:
         torch.testing.assert_close(run["losses"], reference.losses[rank], rtol=1e-2, atol=0.0)
         assert run["share"] == 1.0
         if name in RUNS:
+            assert run["classes"] == {Tensor}  # in checkpoints
             torch.testing.assert_close(run["norms"][0], reference.norms[0], rtol=1e-2, atol=0.0)
 
 
