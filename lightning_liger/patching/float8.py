@@ -63,7 +63,7 @@ class Float8Recipe:
         check_choice("hold_frozen", self.hold_frozen, ("auto", True, False))
         for name in ("high_precision_wgrad", "evaluate", "all_gather", "emulate"):
             check_bool(name, getattr(self, name))
-        check_integer("min_tokens", self.min_tokens, at_least=0)
+        check_integer("min_tokens", self.min_tokens, at_least=1)
         for name, size, kind in (("fast_accum", 3, bool), ("skip_layers", 2, int)):
             value = getattr(self, name)
             is_right = isinstance(value, Sequence) and len(value) == size and all(type(each) is kind for each in value)
@@ -82,7 +82,7 @@ class Float8Recipe:
         return Float8Options(self.fast_accum, self.high_precision_wgrad, self.save == "fp8", self.emulate)
 
     def __str__(self) -> str:
-        return f"fp8 {self.scaling}" + ("_with_gw_hp" if self.high_precision_wgrad else "")
+        return "fp8 rowwise_with_gw_hp" if self.high_precision_wgrad else f"fp8 {self.scaling}"
 
     def reason_against(self, module: nn.Linear, name: str) -> str | None:
         """Why the filter leaves out a layer by its name, None if it does not; ``"auto"`` looks at sizes elsewhere."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from liger_ops.fp8.rows import E4M3, ones, quantize_rows
 from liger_ops.fp8.transpose import transpose
@@ -76,7 +75,7 @@ class Float8Weight(Tensor):
             return args[0]
         if func._schema.is_mutable and isinstance(args[0], cls):
             raise TypeError(f"{func} would write to a weight that is held in float8, which only copy_ may")
-        args, kwargs = tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -132,7 +131,7 @@ def transpose_weights(weights: Sequence[Tensor], scale: Tensor) -> Tensor:
 
 _KEPT = {
     getattr(torch.ops.aten, name).default
-    for name in ("alias", "as_strided", "clone", "detach", "new_empty", "new_zeros", "view", "_to_copy", "_pin_memory")
+    for name in ("alias", "as_strided", "clone", "detach", "new_empty", "new_zeros", "view", "_to_copy")
 } | {torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor, torch.ops.aten.empty_like.default}
 
 
@@ -155,7 +154,7 @@ class Float8Shard(Tensor):
             result = func(*args, **(kwargs or {}))
         if func not in _KEPT or not isinstance(args[0], cls):
             return result
-        return tree_map_only(Tensor, cls, result)
+        return torch.utils._pytree.tree_map_only(Tensor, cls, result)
 
     def plain(self) -> Tensor:
         """The same memory as a plain tensor."""

@@ -63,7 +63,7 @@ class Float8Layers:
         if autocast_dtype(x.device.type) not in (None, torch.bfloat16):
             return False
         num_tokens = x.shape[:-1].numel()
-        if num_tokens < max(1, self.recipe.min_tokens) or x.shape[-1] != self.members[0].in_features:
+        if num_tokens < self.recipe.min_tokens or x.shape[-1] != self.members[0].in_features:
             return False
         return all(self._is_ready(member) for member in members)
 
@@ -156,7 +156,7 @@ class Float8Replacement(Replacement):
 
         def _save_to_state_dict(self: nn.Linear, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
             linear._save_to_state_dict(self, destination, prefix, keep_vars)
-            destination[prefix + "weight"] = plain(self.weight)
+            destination[prefix + "weight"] = plain(destination[prefix + "weight"])
 
         return {"forward": forward, "_save_to_state_dict": _save_to_state_dict}
 
