@@ -59,6 +59,10 @@ MEASURED = {
 """The files that sections are made from, where these are more than one or tests have others."""
 
 
+_RECIPES = {"": "", "_gw_hp": ", `high_precision_wgrad=True`", "_save": ', `save="fp8"`'}
+"""Settings of float8 by the end of an implementation's name."""
+
+
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -84,7 +88,8 @@ def _arm(row: Row, environment: dict[str, Any]) -> str:
         "ours": "`liger`" if row.devices == 1 else "`liger_fsdp`",
         "ours_fsdp2": "`liger_model_parallel`",
     }
-    return names[row.parsed_arm.implementation] + words
+    implementation, in_float8, recipe = row.parsed_arm.implementation.partition("_fp8")
+    return names[implementation] + in_float8.replace("_fp8", ", float8") + _RECIPES[recipe] + words
 
 
 def _training_row(row: Row, rows: Sequence[Row], environment: dict[str, Any]) -> tuple[str, ...]:

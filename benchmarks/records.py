@@ -87,12 +87,17 @@ class Writer:
         path: The file.
         environment: Device and versions.
         command: The command of ``python -m benchmarks`` that measures; None for those that write :class:`Record`.
+        append: Whether to add to a file that exists.
     """
 
-    def __init__(self, path: Path, environment: dict[str, Any], command: str | None = None) -> None:
-        self._file = path.open("w", encoding="utf-8")
-        first = {"environment": environment} | ({"command": command} if command else {})
-        self._file.write(json.dumps(first) + "\n")
+    def __init__(
+        self, path: Path, environment: dict[str, Any], command: str | None = None, *, append: bool = False
+    ) -> None:
+        goes_on = append and path.exists()
+        self._file = path.open("a" if append else "w", encoding="utf-8")
+        if not goes_on:
+            first = {"environment": environment} | ({"command": command} if command else {})
+            self._file.write(json.dumps(first) + "\n")
 
     def write(self, record: _HasJSON) -> None:
         self._file.write(record.to_json() + "\n")

@@ -10,10 +10,20 @@ IMPLEMENTATIONS = {
     "liger_kernel": "liger-kernel",
     "ours": "lightning-liger",
     "ours_fsdp2": "lightning-liger, FSDP2",
-    "ours_fp8": "lightning-liger, fp8",
-    "ours_fsdp2_fp8": "lightning-liger, FSDP2, fp8",
+    "ours_fp8": "lightning-liger, float8",
+    "ours_fsdp2_fp8": "lightning-liger, FSDP2, float8",
+    "ours_fp8_gw_hp": "lightning-liger, float8, weight gradients in bfloat16",
+    "ours_fp8_save": "lightning-liger, float8, saved in float8",
 }
 """Names on the command line and in results, with the names in tables and figures."""
+
+FLOAT8: dict[str, dict[str, Any]] = {
+    "ours_fp8": {},
+    "ours_fsdp2_fp8": {},
+    "ours_fp8_gw_hp": {"high_precision_wgrad": True},
+    "ours_fp8_save": {"save": "fp8"},
+}
+"""Arguments of ``Float8Recipe`` for implementations whose linear layers run in float8."""
 
 SYNTAX = (
     "IMPLEMENTATION or IMPLEMENTATION:PLAN. Implementations: " + ", ".join(IMPLEMENTATIONS) + ". Plans: none or full"
@@ -56,15 +66,14 @@ class Arm:
 
     @property
     def strategy_arguments(self) -> dict[str, Any]:
-        """The arguments of our strategies that ask for float8 and for the plan."""
-        arguments: dict[str, Any] = {"fp8": "auto"} if "fp8" in self.implementation else {}
+        """The arguments of our strategies that ask for the plan."""
         if self.plan in ("none", "full"):
-            return {**arguments, "activation_checkpointing": self.plan}
+            return {"activation_checkpointing": self.plan}
         if self.plan.isdecimal():
-            return {**arguments, "activation_checkpointing": int(self.plan)}
+            return {"activation_checkpointing": int(self.plan)}
         if self.plan == "auto":
-            return {**arguments, "memory_budget": "auto"}
-        return {**arguments, "memory_budget": float(self.plan.removesuffix("GiB"))} if self.plan else arguments
+            return {"memory_budget": "auto"}
+        return {"memory_budget": float(self.plan.removesuffix("GiB"))} if self.plan else {}
 
     def __str__(self) -> str:
         return f"{self.implementation}:{self.plan}" if self.plan else self.implementation

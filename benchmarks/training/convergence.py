@@ -1,7 +1,8 @@
 """``convergence``: losses with kernels and with each plan, compared with how far apart two stock runs are.
 
 Two stock runs that sum in different orders (rows reversed, or two micro-batches) drift apart by rounding. That is the
-noise; the losses of a run with kernels have to stay within it.
+noise; the losses of a run with kernels have to stay within it. With ``--seeds`` arms are compared over several seeds
+instead, by their loss on held-out text; a second call with the same ``--out`` adds the runs that are missing.
 """
 
 import argparse
@@ -25,12 +26,14 @@ from transformers import AutoConfig
 
 from benchmarks.arguments import names
 from benchmarks.environment import environment
-from benchmarks.records import Writer
+from benchmarks.records import Writer, read_results
+from benchmarks.training import seeds
 from benchmarks.training.arms import Arm, parse_arms
 from benchmarks.training.dims import make_model
 from benchmarks.training.job import Job, Row
 from benchmarks.training.processes import run_jobs
 from benchmarks.training.train import describe, name_of, number
+from benchmarks.training.worker import text
 from lightning_liger import apply_liger_kernels
 
 _SIZES = {
@@ -195,6 +198,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default: {','.join(PLANS)}",
     )
     parser.add_argument("--timeout", type=float, default=570.0, metavar="SECONDS", help="of one arm (default: 570)")
+    parser.add_argument(
+        "--seeds", type=int, default=0, metavar="N", help="instead, a model of 120M parameters on text with N seeds"
+    )
+    parser.add_argument(
+        "--seeds-arms",
+        type=parse_arms,
+        default=parse_arms("ours,ours_fp8"),
+        metavar="ARM,...",
+        help="its arms (default: ours,ours_fp8); the first one also trains with rows reversed",
+    )
+    parser.add_argument("--seeds-steps", type=int, default=1000, metavar="N", help="its steps (default: 1000)")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="its runs at a time (default: 4)")
+    parser.add_argument(
+        "--seconds", type=float, default=540.0, help="no run starts that would end later (default: 540)"
+    )
 
 
 def text_jobs(arms: Sequence[Arm], steps: int, cache: str, tiny: bool) -> list[Job]:
@@ -210,6 +228,7 @@ def text_jobs(arms: Sequence[Arm], steps: int, cache: str, tiny: bool) -> list[J
             learning_rate=3e-4,
             learning_rate_warm_up=max(1, steps // 15),
             text_cache=cache,
+            every_linear_fp8=True,
             vocab_size=512 if tiny else 16384,
             tiny=tiny,
         )
@@ -222,6 +241,8 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
     """Measures, prints and writes; returns whether all losses are within the noise."""
     from lightning_liger.data.module import default_cache_dir
 
+    if options.seeds:
+        return _run_seeds(options, Path(f"{stem}.jsonl"), str(default_cache_dir()), console)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = (torch.float32,) if options.quick else (torch.float32, torch.bfloat16)
     steps = 3 if options.quick else options.steps
@@ -243,14 +264,34 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
             console.print(table(found))
         if options.text_steps:
             cache = str(default_cache_dir())
-            text = text_jobs(options.text_arms, 3 if options.quick else options.text_steps, cache, options.quick)
-            for row in run_jobs(text, in_process=options.quick, timeout=options.timeout):
+            runs = text_jobs(options.text_arms, 3 if options.quick else options.text_steps, cache, options.quick)
+            for row in run_jobs(runs, in_process=options.quick, timeout=options.timeout):
                 writer.write(row)
                 rows.append(row)
                 console.print(describe(row))
             console.print(text_table(rows))
     within = all(value <= FACTOR * noise for noise, runs in map(distances, found) for value in runs.values())
     return within and all(row.status != "failed" for row in rows if row.parsed_arm.is_ours)
+
+
+def _run_seeds(options: argparse.Namespace, path: Path, cache: str, console: Console) -> bool:
+    """Trains the runs that are missing in a file, adds them to it and prints a table of all."""
+    tiny = options.quick
+    jobs = seeds.make_jobs(options.seeds_arms, options.seeds, 3 if tiny else options.seeds_steps, cache, tiny)
+    rows = [Row.from_json(line) for line in read_results(path).lines] if path.exists() else []
+    text(jobs[0], jobs[0].shapes[0][1])  # tokenizes once, before several processes read it
+    with Writer(path, environment(), "convergence_seeds", append=True) as writer:
+
+        def write(row: Row) -> None:
+            writer.write(row)
+            rows.append(row)
+            console.print(f"seed {row.seed}, {describe(row)}, held-out loss {number(row.held_out_loss, '.4f')}")
+
+        seeds.run(seeds.missing(jobs, rows), write, options.at_once, options.seconds, in_process=tiny)
+    console.print(seeds.table(rows))
+    left = seeds.missing(jobs, rows)
+    console.print(f"{len(left)} of {len(jobs)} runs are missing" + ("; run the same command again" if left else ""))
+    return not left
 
 
 def read_lines(lines: Sequence[dict[str, Any]]) -> tuple[list[list[Curve]], list[Row]]:

@@ -56,6 +56,11 @@ DIMS: dict[str, Dims] = {
          "max_position_embeddings": 8192, "tie_word_embeddings": True,
          "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     ),
+    "llama_120m": Dims(
+        "Llama of 120M", "llama", 12,
+        {"num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 768, "intermediate_size": 3072,
+         "vocab_size": 16384, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+    ),
     "qwen2_7b": Dims(
         "Qwen2 7B", "qwen2", 28,
         {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584, "intermediate_size": 18944,

@@ -260,6 +260,8 @@ _FIGURES: dict[str | None, Callable[[Sequence[dict[str, Any]], str], dict[str, F
     "context": _context,
     "activations": _activations,
     "convergence": _convergence,
+    "convergence_seeds": lambda lines, where: {},
+    "fp8": lambda lines, where: {},
     "losses": draw_losses,
     "medusa": _medusa,
     "examples": lambda lines, where: {},  # tables only

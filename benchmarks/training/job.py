@@ -37,6 +37,8 @@ class Job:
         strategy: Of :data:`lightning_liger.estimate.states.STRATEGIES`, in place of that of the arm.
         precision: Of the Trainer.
         lora_rank: Of adapters, which alone are trained then; 0 trains the model.
+        every_linear_fp8: Whether arms in float8 also have small linear layers in it, which are slower that way.
+        held_out_rows: Of text that is not trained on, whose loss is measured at the end.
         tiny: Whether to train tiny sizes, as a trial on a CPU.
     """
 
@@ -62,6 +64,8 @@ class Job:
     strategy: str = ""
     precision: str = "bf16-true"
     lora_rank: int = 0
+    every_linear_fp8: bool = False
+    held_out_rows: int = 0
     tiny: bool = False
     seed: int = 0
 
@@ -100,6 +104,7 @@ _COMMON = (
     "strategy",
     "precision",
     "lora_rank",
+    "seed",
 )
 
 
@@ -109,7 +114,7 @@ class Row:
 
     Attributes:
         model, layers, arm, devices, batch_size, sequence_length, context_parallel_size, medusa_heads, medusa_stage,
-            strategy, precision, lora_rank: As in :class:`Job`; sizes are those of a process, sequences are whole.
+            strategy, precision, lora_rank, seed: As in :class:`Job`; sizes are those of a process, sequences are whole.
         status: ``"ok"``, ``"out of memory"`` or ``"failed"``.
         error: The last line of the error, if there was one.
         step_seconds: Seconds of each measured step, of the slowest process.
@@ -119,9 +124,11 @@ class Row:
         parameters_gib, optimizer_gib: Memory of a process's parameters (as much as gradients take) and of the
             optimizer's states.
         idle_share: Of the time of traced steps, in which no kernel ran on the GPU.
+        fp8_share: Of the FLOPs of linear layers, which ran in float8; None of implementations without it.
         chosen_plan: The plan as the strategy words it.
         loss: Of the last step, mean over processes.
         losses: Of each step, warm-up included.
+        held_out_loss: Of text that is not trained on, after the last step.
         seconds: From the start of the job to the end of this shape.
     """
 
@@ -141,9 +148,11 @@ class Row:
     parameters_gib: float | None = None
     optimizer_gib: float | None = None
     idle_share: float | None = None
+    fp8_share: float | None = None
     chosen_plan: str | None = None
     loss: float | None = None
     losses: list[float] = field(default_factory=list)
+    held_out_loss: float | None = None
     seconds: float | None = None
     memory_limit_gib: float | None = None
     permute_rows: bool = False
@@ -152,6 +161,7 @@ class Row:
     strategy: str = ""
     precision: str = "bf16-true"
     lora_rank: int = 0
+    seed: int = 0
 
     @property
     def parsed_arm(self) -> Arm:

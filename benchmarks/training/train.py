@@ -123,9 +123,10 @@ def describe(row: Row) -> str:
     where = f"{row.model}, {row.layers} layers, {row.devices} x {row.batch_size} x {row.sequence_length}, {row.arm}"
     if row.status != OK:
         return f"{where}: {row.status} ({row.error})"
+    float8 = "" if row.fp8_share is None else f", {row.fp8_share:.1%} of linear FLOPs in float8"
     return (
         f"{where}: {number(row.tokens_per_second, ',.0f')} tokens/s per GPU, {number(row.peak_gib, '.1f')} GiB,"
-        f" {row.chosen_plan or 'no plan'}; {number(row.seconds, '.0f')} s in all"
+        f" {row.chosen_plan or 'no plan'}{float8}; {number(row.seconds, '.0f')} s in all"
     )
 
 
@@ -170,7 +171,7 @@ def table(rows: Sequence[Row]) -> Table:
     grid = Table(title="Training, per GPU; speed relative to the first Hugging Face arm", title_justify="left")
     for column in ("model", "GPUs", "batch", "arm", "plan"):
         grid.add_column(column, justify="right" if column in ("GPUs", "batch") else "left")
-    for column in ("step ms", "tokens/s", "speed", "peak GiB", "reserved GiB", "idle", "loss"):
+    for column in ("step ms", "tokens/s", "speed", "peak GiB", "reserved GiB", "idle", "float8", "loss"):
         grid.add_column(column, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -181,7 +182,7 @@ def table(rows: Sequence[Row]) -> Table:
         shape = f"{row.batch_size}x{row.sequence_length}"
         start = (f"{DIMS[row.model].title}, {row.layers} layers", str(row.devices), shape, name_of(row.parsed_arm))
         if row.status != OK:
-            grid.add_row(*start, row.status, *["-"] * 7)
+            grid.add_row(*start, row.status, *["-"] * 8)
             continue
         seconds = sorted(row.step_seconds)
         grid.add_row(
@@ -193,6 +194,7 @@ def table(rows: Sequence[Row]) -> Table:
             number(row.peak_gib, ".1f"),
             number(row.reserved_gib, ".1f"),
             number(row.idle_share, ".1%"),
+            number(row.fp8_share, ".0%"),
             number(row.loss, ".4f"),
         )
     return grid

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch import Tensor, nn
 
 from benchmarks.timing import GpuTrace
+from benchmarks.training.arms import FLOAT8
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.medusa_heads import COEFFICIENT, DECAY, HEAD_LOSSES, medusa_loss
@@ -61,19 +62,24 @@ _STRATEGIES: dict[str, tuple[type[Any], type[Any]]] = {
     "deepspeed": (LigerDeepSpeedStrategy, DeepSpeedStrategy),
 }
 """Ours and Lightning's, which here has FSDP1 in the place of FSDP2."""
+_EVERY_LINEAR: dict[str, Any] = {"filter": lambda module, name: True, "min_tokens": 0}
 
 
 def make_strategy(job: Job, device: torch.device) -> Strategy:
     """The strategy of an arm: Lightning's own for the others, on one device or with FSDP."""
     arm, single = job.parsed_arm, job.devices == 1
+    arguments = arm.strategy_arguments if arm.is_ours else {}
+    if arm.implementation in FLOAT8:
+        from lightning_liger import Float8Recipe
+
+        settings = FLOAT8[arm.implementation] | (_EVERY_LINEAR if job.every_linear_fp8 else {})
+        arguments["fp8"] = Float8Recipe(**settings) if settings else "auto"
     if job.strategy:
         name, _, stage = job.strategy.partition("_stage_")
-        arguments = {**({"stage": int(stage)} if stage else {}), **(arm.strategy_arguments if arm.is_ours else {})}
-        return _STRATEGIES[name][0 if arm.is_ours else 1](**arguments)
+        return _STRATEGIES[name][0 if arm.is_ours else 1](**({"stage": int(stage)} if stage else {}), **arguments)
     if not arm.is_ours:
         return SingleDeviceStrategy(device) if single else PlainFSDPStrategy()
-    arguments = arm.strategy_arguments
-    if "fsdp2" in arm.implementation:
+    if arm.implementation.startswith("ours_fsdp2"):
         return LigerModelParallelStrategy(**arguments)
     if single:
         return LigerSingleDeviceStrategy(**arguments)
@@ -191,23 +197,33 @@ class Feed:
             ids = ids.pin_memory() if torch.cuda.is_available() else ids
             yield {"input_ids": ids, "labels": ids}
 
+    def held_out(self) -> Iterator[Tensor]:
+        """Batches of text that is not trained on."""
+        rows = itertools.islice(text(self.job, self.shape[1]).validation_data, self.job.held_out_rows)
+        ids = torch.stack([torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows])
+        yield from ids.split(self.shape[0])
+
     def _text(self) -> Iterator[Tensor]:
         """Rows of text in a random order that is the same in every job."""
-        rows = text(self.job.text_cache, self._vocab_size, self.shape[1], 10 if self.job.tiny else None)
+        rows = text(self.job, self.shape[1]).train_data
         for epoch in itertools.count():
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.job.seed + epoch)).tolist()
             for place in order[self._rank :: self.job.devices // self.job.context_parallel_size]:
                 yield torch.as_tensor(rows[place]["input_ids"], dtype=torch.int64)
 
 
-def text(cache: str, vocab_size: int, length: int, max_documents: int | None) -> Any:
+def text(job: Job, length: int) -> TextDataModule:
     """Rows of Python's standard library, tokenized once."""
     data = TextDataModule(
-        vocab_size=vocab_size, block_size=length, batch_size=1, cache_dir=cache, max_documents=max_documents
+        vocab_size=job.vocab_size,
+        block_size=length,
+        batch_size=1,
+        cache_dir=job.text_cache,
+        max_documents=10 if job.tiny else None,
     )
     data.prepare_data()
     data.setup("fit")
-    return data.train_data
+    return data
 
 
 class Meter(L.Callback):
@@ -325,9 +341,31 @@ class Meter(L.Callback):
             loss=losses[-1],
             losses=losses,
             idle_share=None if self._trace is None else self._trace.idle_share(),
+            fp8_share=self._fp8_share(pl_module),
+            held_out_loss=self._held_out_loss(trainer, pl_module.model),
             seconds=time.perf_counter() - self._start,
             **memory,
         )
+
+    def _fp8_share(self, module: nn.Module) -> float | None:
+        if self.job.parsed_arm.implementation not in FLOAT8:
+            return None
+        from lightning_liger.patching.float8 import fp8_share
+
+        return fp8_share(module)
+
+    def _held_out_loss(self, trainer: L.Trainer, model: nn.Module) -> float | None:
+        """The mean loss of evaluation over rows of text that was held out."""
+        if not self.job.held_out_rows:
+            return None
+        losses = []
+        model.eval()
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            for batch in self.feed.held_out():
+                ids = batch.to(trainer.strategy.root_device)
+                losses += [model(input_ids=ids, labels=ids).loss.float()] * len(ids)
+        model.train()
+        return torch.stack(losses).mean().item()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.fail(exception)

@@ -167,3 +167,20 @@ def test_ends_its_processes_when_it_is_terminated(tmp_path):
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@without_gpu
+def test_fp8_measures_products_movements_and_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fp8", "--quick", "--model", "llama3_8b", "--tokens", "33", "--out", str(tmp_path / "mine")]) == 0
+    environment, found = read(tmp_path / "mine.jsonl")
+    assert environment["num_tokens"] == 33
+    products = {(line["name"], line["contender"]): line for line in found if line["kind"] == "product"}
+    assert len(products) == 4 * 3 * 3  # linear layers, products, contenders
+    assert products["gate_up dgrad", "float8"]["flops"] == 2 * 33 * 64 * 2 * 96
+    movements = {line["name"]: line["num_bytes"] for line in found if line["kind"] == "movement"}
+    assert movements["o: rows of x"] == 33 * (2 * 64 + 64 + 4)  # read, written, scales
+    assert movements["gated unit: backward"] == 33 * 96 * (3 * 2 + 3) + 33 * 2 * 4 + 2 * 96 * 4
+    layers = [line for line in found if line["kind"] == "layer"]
+    assert [line["contender"] for line in layers] == ["bfloat16", "float8", "float8, fast accumulation"]
+    assert all(0.01 < line["error"] < 0.1 for line in layers[1:])
+    assert "one layer, 33 tokens: movements" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import torch
 from benchmarks import docs_sections
 from benchmarks.__main__ import main
 from benchmarks.records import read_results
-from benchmarks.training import estimates, examples, monitor, worker
+from benchmarks.training import estimates, examples, monitor, seeds, worker
 from benchmarks.training.convergence import Curve, distances
 from benchmarks.training.dims import DIMS
 from benchmarks.training.job import OK, OUT_OF_MEMORY, Job, Row
@@ -162,6 +162,33 @@ def test_convergence_compares_runs_on_the_same_text(
     assert rows[1].losses == pytest.approx(rows[0].losses, rel=1e-5)
     assert rows[2].losses == pytest.approx(rows[0].losses, rel=1e-3)
     assert len(set(rows[0].losses)) == 3
+
+
+@without_gpu
+def test_convergence_over_seeds_adds_the_runs_that_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ["convergence", "--quick", "--seeds-arms", "ours", "--out", str(tmp_path / "mine")]
+    assert main([*command, "--seeds", "2", "--seconds", "0"]) == 1
+    assert "4 of 4 runs are missing" in capsys.readouterr().out
+    for num_seeds in (1, 2):
+        assert main([*command, "--seeds", str(num_seeds)]) == 0
+    rows = rows_of(tmp_path / "mine.jsonl")
+    assert [(row.seed, row.permute_rows) for row in rows] == [(0, False), (0, True), (100, False), (100, True)]
+    plain, other = rows[0].held_out_loss, rows[2].held_out_loss
+    assert rows[1].held_out_loss == pytest.approx(plain, rel=1e-3)
+    assert other != pytest.approx(plain, rel=1e-4)
+    assert " yes " in capsys.readouterr().out
+
+
+def test_differences_over_seeds_have_an_interval() -> None:
+    found = seeds.Difference.of([0.01, 0.02, 0.03])
+    assert found.mean == pytest.approx(0.02)
+    assert found.half_width == pytest.approx(4.303 * 0.01 / 3**0.5)
+    assert found.lies_within(0.045)
+    assert not found.lies_within(0.044)
+    assert not seeds.Difference.of([0.0]).lies_within(1.0)
 
 
 def test_batches_of_ranks_differ_unless_they_share_sequences() -> None:

@@ -70,6 +70,9 @@ def test_arguments_are_parsed() -> None:
         assert (arm.strategy_arguments, str(arm), arm.recomputes_all) == (arguments, text, False)
     arms = parse_arms("hf:full, liger_kernel:full,hf:none,hf")
     assert [arm.recomputes_all for arm in arms] == [True, True, False, False]  # by Hugging Face
+    for text in ("ours_fp8:72.9GiB", "ours_fsdp2_fp8:full", "ours_fp8_gw_hp"):
+        arm = Arm.parse(text)
+        assert (arm.is_ours, arm.strategy_arguments) == (True, Arm.parse(f"ours:{arm.plan}").strategy_arguments)
     for text in ("hf:auto", "liger_kernel:8", "ours:all", "ours:1.5", "ours:-1", "eager"):
         with pytest.raises(argparse.ArgumentTypeError):
             Arm.parse(text)
