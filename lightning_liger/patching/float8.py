@@ -123,7 +123,7 @@ def is_too_small(out_features: int, in_features: int) -> bool:
     return out_features <= 2048 or in_features <= 1024 or (out_features <= 4096 and in_features <= 2048)
 
 
-def float8_share(model: nn.Module) -> float | None:
+def fp8_share(model: nn.Module) -> float | None:
     """The share of the FLOPs of converted layers' calls that ran in float8; None before any call."""
     counts = [layers.num_products for layers in converted_layers(model)]
     in_float8, others = (sum(each[index] for each in counts) for index in (0, 1))

@@ -16,7 +16,7 @@ from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import Float8Options
 from liger_ops.fp8.weights import Float8Weight
 from lightning_liger import Float8Recipe, apply_liger_kernels
-from lightning_liger.patching.float8 import check_float8, float8_share
+from lightning_liger.patching.float8 import check_float8, fp8_share
 from lightning_liger.patching.rules.linear import convert, layers_of
 from tests.liger_ops.accuracy import few
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
@@ -76,7 +76,7 @@ def test_models_train_close_to_the_stock_model(model_type: str, groups: set[str]
     converted = {e.structure.removeprefix("Linear ") for e in report.entries if e.kernel == "fp8" and e.replacement}
     assert converted == groups
     found, alone, expected = train_step(model), train_step(single), train_step(stock)
-    assert float8_share(model) == 1.0
+    assert fp8_share(model) == 1.0
     assert torch.equal(found[0], alone[0])
     assert difference(found[1], alone[1]) < 0.06
     torch.testing.assert_close(found[0], expected[0], rtol=0.05, atol=0.0)
@@ -92,7 +92,7 @@ def test_a_copy_a_pickle_and_a_second_run_compute_the_same_and_undo_restores() -
     first = train_step(model)
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert same(train_step(other), first)
-        assert float8_share(other) == 1.0
+        assert fp8_share(other) == 1.0
     assert list(model.state_dict()) == keys
     assert apply_liger_kernels(model, fp8=EVERY).num_replaced == 0
     copied = copy.deepcopy(model)
@@ -109,10 +109,10 @@ def test_modes_and_small_calls_run_in_the_models_dtype() -> None:
     apply_liger_kernels(stock)
     apply_liger_kernels(model, fp8=Float8Recipe(filter=["*"], min_tokens=23))
     assert same(train_step(model), train_step(stock))  # of 22 tokens
-    assert float8_share(model) == 0.0
+    assert fp8_share(model) == 0.0
     longer = tiny_batch(seq_len=12)
     assert not same(train_step(model, **longer), train_step(stock, **longer))
-    assert float8_share(model) == pytest.approx(24 / 46)
+    assert fp8_share(model) == pytest.approx(24 / 46)
     model.eval()
     stock.eval()
     assert same(train_step(model, **longer), train_step(stock, **longer))

@@ -28,7 +28,7 @@ from lightning_liger import (
     LigerSingleDeviceStrategy,
     apply_liger_kernels,
 )
-from lightning_liger.patching.float8 import float8_share
+from lightning_liger.patching.float8 import fp8_share
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
@@ -94,13 +94,13 @@ def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, (strategy, change) in RUNS.items():
         module = Model(change)
         found[name] = fit(run, strategy, module, batches, gradient_clip_val=1e6)
-        found[name]["share"] = float8_share(module)  # of what a rank computed itself
+        found[name]["share"] = fp8_share(module)  # of what a rank computed itself
         local = [each.to_local() if isinstance(each, DTensor) else each for each in module.state_dict().values()]
         found[name]["classes"] = {type(each) for each in local}
     for name, strategy in FABRIC_RUNS.items():
         model = build()
         found[name] = fit_with_fabric(run, strategy, model, batches, loss_of_labels)
-        found[name]["share"] = float8_share(model)
+        found[name]["share"] = fp8_share(model)
     return found
 
 
