@@ -35,6 +35,7 @@ from lightning_liger.losses.tpo import TPOOptions
 from lightning_liger.monitor import LigerMonitor
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 from lightning_liger.patching.auto import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText
+from lightning_liger.patching.float8 import Float8Recipe
 from lightning_liger.post_training.distillation import LigerDistillation, LigerDistillationMixin
 from lightning_liger.post_training.medusa import LigerMedusa, LigerMedusaMixin, multi_token_loss
 from lightning_liger.post_training.medusa_heads import MedusaHeads, load_medusa_heads, save_medusa_heads
@@ -82,6 +83,7 @@ __all__ = [
     "FabricLigerPrecisionPlugin",
     "FabricLigerSingleDeviceStrategy",
     "FabricLigerStrategy",
+    "Float8Recipe",
     "KTOOptions",
     "LazyLogits",
     "LigerCPO",

@@ -62,7 +62,7 @@ _STRATEGIES: dict[str, tuple[type[Any], type[Any]]] = {
     "deepspeed": (LigerDeepSpeedStrategy, DeepSpeedStrategy),
 }
 """Ours and Lightning's, which here has FSDP1 in the place of FSDP2."""
-_EVERY_LINEAR: dict[str, Any] = {"filter": lambda module, name: True, "min_tokens": 0}
+_EVERY_LINEAR: dict[str, Any] = {"filter": lambda module, name: True, "min_tokens": 1}
 
 
 def make_strategy(job: Job, device: torch.device) -> Strategy:

@@ -12,6 +12,7 @@ from lightning_liger.lazy.steps import settle
 from lightning_liger.monitor.callback import after_configure_model
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching.float8 import Float8Choice
 from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
 from lightning_liger.strategies.parts.kernels import Kernels
 
@@ -26,6 +27,7 @@ class LigerCallback(L.Callback):
         activation_checkpointing: The layers that are recomputed in backward: ``"none"``, ``"full"``, the number of the
             first ones, or classes of layers or their names; see docs/training.md.
         memory_budget: A share of the GPU's memory up to 1, GiB above 1, or ``"auto"``.
+        fp8: As in :func:`~lightning_liger.apply_liger_kernels`.
 
     Raises:
         TypeError: For an argument of a wrong type.
@@ -37,9 +39,11 @@ class LigerCallback(L.Callback):
         kernels: KernelChoice = "auto",
         activation_checkpointing: ActivationCheckpointing | None = None,
         memory_budget: MemoryBudget | None = None,
+        fp8: Float8Choice = None,
     ) -> None:
         self.kernels = kernels
-        self._kernels = Kernels(kernels)
+        self.fp8 = fp8
+        self._kernels = Kernels(kernels, fp8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget)
         self._activations.layers_communicate = True  # the strategy may; ranks follow one plan then
         self._num_steps = 0
@@ -50,7 +54,7 @@ class LigerCallback(L.Callback):
         after_configure_model(pl_module, functools.partial(self._apply, trainer, pl_module))
 
     def _apply(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._kernels.apply(pl_module)
+        self._kernels.apply(pl_module, trainer.precision or "")
         if self.kernels != "none" or self._activations.is_asked_for:
             self._activations.control(pl_module, trainer.strategy.root_device)
 

@@ -11,9 +11,20 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
+from liger_ops.fp8.products import unsupported
 from lightning_liger.lazy.logits import loss_wanted
+from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
-from lightning_liger.patching.rules import RULES, HeadRule, Patched, Replacement, Rule
+from lightning_liger.patching.rules import (
+    RULES,
+    HeadRule,
+    MLPReplacement,
+    Patched,
+    Replacement,
+    Rule,
+    convert,
+    find_layers_of,
+)
 from lightning_liger.patching.verify import Mismatch, trial
 
 KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels))
@@ -71,7 +82,7 @@ def _check_options(name: str, options: Any) -> dict[str, Any]:
     return options
 
 
-def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> PatchReport:
+def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto", fp8: Float8Choice = None) -> PatchReport:
     """Replaces the modules of ``model`` that it recognizes by fused kernels, after verifying each structure.
 
     Only the instance changes, no class and no other model: parameters, their names and ``state_dict`` stay the same. A
@@ -84,30 +95,38 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
             these, or a dict of changes to ``"auto"``: False leaves a kernel out, True requires it, options require and
             configure it. ``linear_cross_entropy`` has the options ``chunk_bytes``, ``accumulate_dtype`` and
             ``saved_logits_bytes`` (see :func:`liger_ops.linear_cross_entropy`).
+        fp8: Has linear layers multiply in float8: True, the name of a recipe, or a
+            :class:`~lightning_liger.Float8Recipe`. Weights keep their dtype.
 
     Returns:
         A report that prints as a table and can undo the replacements.
 
     Raises:
         TypeError: If ``model`` is no module, or one that TorchScript compiled, or ``kernels`` is of another type.
-        ValueError: For an unknown name in ``kernels``, or a name in it that fits nothing in the model.
+        ValueError: For an unknown name in ``kernels``, or a name in it that fits nothing in the model; for an unknown
+            recipe, a name or pattern of its filter that fits no linear layer, and weights of a dtype or on a device
+            without float8 products.
 
     The model is unchanged after an error, also after one of the device while replacements are verified, such as
     ``torch.OutOfMemoryError``.
     """
-    chosen = check_kernels(kernels)
+    chosen, recipe = check_kernels(kernels), check_float8(fp8)
     if not isinstance(model, nn.Module):
         raise wrong_type("model", "a torch.nn.Module", model)
     if isinstance(model, torch.jit.ScriptModule):
         raise wrong_type("model", "a torch.nn.Module that TorchScript has not compiled", model)
     found = list(_find_replacements(model, chosen))
-    report = PatchReport(_merged(entry for _, entry, _ in found))
+    linears = [] if recipe is None else _find_linears(model, recipe, found)
+    report = PatchReport(_merged(each[1] for each in (*found, *linears)))
     _check_all_found([name for name, options in _named(kernels).items() if options is not False], report.entries)
     try:
         for module, _, replacement in found:
             if replacement is not None:
                 report._undo.append(partial(setattr, module, "__class__", type(module)))
                 module.__class__ = replacement.patched_class(type(module))
+        for members, entry in linears:
+            if recipe is not None and entry.replacement is not None:
+                report._undo.extend(convert(members, recipe))
         if any(entry.kernel == _HEAD and entry.replacement is not None for entry in report.entries):
             for owner, _ in _heads(model):
                 report._undo.extend(_watch_labels(owner))
@@ -117,6 +136,25 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto") -> Pat
     if chosen and not any(isinstance(module, Patched) for module in model.modules()):
         _warn_of_nothing_replaced(model, kernels, report)
     return report
+
+
+def _find_linears(model: nn.Module, recipe: Float8Recipe, found: Sequence[Any]) -> list[Any]:
+    """The linear layers of ``model``, in groups that share their input, and what the report says of each group."""
+    devices = {parameter.device for parameter in model.parameters()}
+    for device in devices:
+        reason = None if recipe.emulate else unsupported(device)
+        if reason is not None:
+            raise ValueError(f"fp8={recipe} is not supported on {device}: {reason}")
+    heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
+    replacements = [(module, replacement) for module, _, replacement in found]
+    replacements += [(each, each.liger_replacement) for each in model.modules() if isinstance(each, Patched)]
+    shared = [(module, (each.gate, each.up)) for module, each in replacements if isinstance(each, MLPReplacement)]
+    groups = list(find_layers_of(model, recipe, heads, shared))
+    if not any(entry.replacement for _, entry in groups) and not converted_layers(model):
+        reasons = dict.fromkeys(f"{entry.structure}: {entry.reason}" for _, entry in groups)
+        shown = "; ".join(list(reasons)[:3]) or "it has no linear layers"
+        rank_zero_warn(f"lightning-liger: fp8={recipe} converted nothing in {type(model).__name__} ({shown})")
+    return groups
 
 
 def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: PatchReport) -> None:

@@ -28,6 +28,7 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
 
     strategy_name = "liger_ddp"
     _wrapper = DistributedDataParallel
+    _holds_frozen = True
 
 
 class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
@@ -37,6 +38,7 @@ class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
     """
 
     _wrapper = DistributedDataParallel
+    _holds_frozen = True
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

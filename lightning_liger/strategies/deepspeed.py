@@ -231,6 +231,11 @@ def _adapt(strategy: Any) -> None:
     strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
     # Lightning sets this too where it makes the config: else only a few classes of optimizers are accepted.
     strategy.config.setdefault("zero_allow_untested_optimizer", True)
+    if strategy.zero_stage_3 and strategy.fp8:
+        raise ValueError(
+            f"fp8={strategy.fp8!r} is not supported with DeepSpeed's stage 3, which frees weights that backward"
+            " multiplies by: use stage=2, or strategy='liger_fsdp'"
+        )
     strategy._activations.layers_communicate = strategy.zero_stage_3  # which gathers parameters in each forward
     strategy._checkpoints.writes_itself = True
     strategy._checkpoints.classes = _classes_in_checkpoints

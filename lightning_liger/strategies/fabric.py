@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching.float8 import Float8Choice
 from lightning_liger.resuming.atomic_io import atomic_by_default
 from lightning_liger.strategies.parts.activations import (
     ActivationCheckpointing,
@@ -32,6 +33,10 @@ class FabricStrategy(Strategy):
 
     _wrapper: Callable[..., Any] | None = None
     """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
+    _holds_frozen = False
+    """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
+    _gathers_float8 = False
+    """Whether the engine can gather weights in float8."""
 
     def __init__(
         self,
@@ -41,11 +46,13 @@ class FabricStrategy(Strategy):
         activation_checkpointing_policy: LayerPolicy | None = None,
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
+        fp8: Float8Choice = None,
         **kwargs: Any,
     ) -> None:
         self.kernels = kernels
+        self.fp8 = fp8
         self.fault_tolerance = fault_tolerance
-        self._kernels = Kernels(kernels)
+        self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         refuse_unknown(self, kwargs, self._wrapper)

@@ -196,6 +196,7 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         context_parallel_size: Ranks that share each sequence; see :class:`~lightning_liger.ContextParallel`.
         fault_tolerance: Whether checkpoints are atomic and hold what every rank needs to resume in the middle of an
             epoch, and SIGTERM ends all ranks at the same batch. False leaves all of it to Lightning.
+        fp8: Has linear layers multiply in float8, as in :func:`~lightning_liger.apply_liger_kernels`; see docs/fp8.md.
         **kwargs: As in Lightning's strategy.
 
     Raises:

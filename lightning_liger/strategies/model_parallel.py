@@ -17,6 +17,7 @@ from typing_extensions import override
 from liger_ops.arguments import check_integer, wrong_type, wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching.rules import gather_in_float8
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads, tied_pairs
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
@@ -63,6 +64,7 @@ class _Sharding:
         check_tied_units(model, in_order, tied_pairs(model))
         if mesh["tensor_parallel"].size() > 1 and not is_distributed(model):
             parallelize(model, mesh["tensor_parallel"])
+        gather_in_float8(model)
         for unit in units:
             fully_shard(unit, mesh=mesh["data_parallel"])
 
@@ -113,6 +115,8 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``; with a ``tensor_parallel_size`` for a
             model without a plan, or sizes that cannot be divided by it.
     """
+
+    _gathers_float8 = True
 
     def __init__(
         self,
@@ -193,6 +197,8 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with
             ``fabric.setup_module``, make the optimizer of its parameters, then call ``fabric.setup_optimizers``.
     """
+
+    _gathers_float8 = True
 
     def __init__(
         self,

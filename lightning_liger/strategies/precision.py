@@ -28,6 +28,7 @@ from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.lazy.steps import settle
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching.float8 import Float8Choice
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.kernels import Kernels
@@ -117,7 +118,9 @@ class AppliesKernels(FabricPrecision):
 
     scaler: Any
 
-    def __init__(self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto") -> None:
+    def __init__(
+        self, precision: Any = "32-true", scaler: Any = None, kernels: KernelChoice = "auto", fp8: Float8Choice = None
+    ) -> None:
         super().__init__(precision)  # type: ignore[call-arg]  # FSDP's; Lightning 2.6 refuses every scaler
         if scaler is not None and precision != "16-mixed":
             raise ValueError(f"scaler is for precision '16-mixed' only, got precision={precision!r}")
@@ -125,7 +128,8 @@ class AppliesKernels(FabricPrecision):
             raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
         self.scaler = scaler or self.scaler
         self.kernels = kernels
-        self.patching = Kernels(kernels)
+        self.fp8 = fp8
+        self.patching = Kernels(kernels, fp8)
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -140,7 +144,7 @@ class AppliesKernels(FabricPrecision):
         """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
         with buffers_as_pretrained(module):
             module = super().convert_module(module)
-        self.patching.apply(module)
+        self.patching.apply(module, self.precision)
         return module
 
 
@@ -154,7 +158,7 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
         scaler: A ``ShardedGradScaler`` for ``"16-mixed"``.
         kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
-        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        on_nonfinite_grad, fp8: As in :class:`~lightning_liger.LigerFSDPStrategy`.
 
     Raises:
         TypeError: For ``kernels`` or a ``scaler`` of another type.
@@ -167,8 +171,9 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
         scaler: Any = None,
         kernels: KernelChoice = "auto",
         on_nonfinite_grad: OnNonfiniteGrad = "ignore",
+        fp8: Float8Choice = None,
     ) -> None:
-        super().__init__(precision, scaler, kernels)
+        super().__init__(precision, scaler, kernels, fp8)
         check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
         _check_scaler(on_nonfinite_grad, self.scaler)
         self.on_nonfinite_grad = on_nonfinite_grad

@@ -30,6 +30,7 @@ _FSDP = (LigerFSDPStrategy, FabricLigerFSDPStrategy)
 _MODEL_PARALLEL = (LigerModelParallelStrategy, FabricLigerModelParallelStrategy)
 _DEEPSPEED = (LigerDeepSpeedStrategy, FabricLigerDeepSpeedStrategy)
 _UNUSED = {"find_unused_parameters": True}
+_FLOAT8 = {"fp8": "auto"}
 _OFFLOAD_2 = {"stage": 2, "offload_optimizer": True}
 _OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 
@@ -40,6 +41,10 @@ REGISTRATIONS = (
     Registration("liger_fsdp", *_FSDP, "FSDP"),
     Registration("liger_fsdp_cpu_offload", *_FSDP, "FSDP, states in CPU memory,", {"cpu_offload": True}),
     Registration("liger_model_parallel", *_MODEL_PARALLEL, "FSDP2 and tensor parallelism on a device mesh"),
+    Registration("liger_fp8", *_SINGLE, "One device, linear layers in float8,", _FLOAT8),
+    Registration("liger_ddp_fp8", *_DDP, "DDP, linear layers in float8,", _FLOAT8),
+    Registration("liger_fsdp_fp8", *_FSDP, "FSDP, linear layers in float8,", _FLOAT8),
+    Registration("liger_model_parallel_fp8", *_MODEL_PARALLEL, "FSDP2, linear layers in float8,", _FLOAT8),
     Registration("liger_deepspeed_stage_2", *_DEEPSPEED, "ZeRO 2", {"stage": 2}),
     Registration("liger_deepspeed_stage_2_offload", *_DEEPSPEED, "ZeRO 2 offloaded", _OFFLOAD_2),
     Registration("liger_deepspeed_stage_3", *_DEEPSPEED, "ZeRO 3", {"stage": 3}),

@@ -18,6 +18,8 @@ class _OneDevice:
     argument, which a strategy that is chosen by name does not get.
     """
 
+    _holds_frozen = True
+
     def __init__(
         self, kernels: KernelChoice = "auto", device: torch.device | str | int | None = None, **kwargs: Any
     ) -> None:

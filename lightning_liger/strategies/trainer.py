@@ -16,6 +16,7 @@ from liger_ops.arguments import check_choice
 from lightning_liger.activations.plan import Plan
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching.float8 import Float8Choice
 from lightning_liger.resuming.atomic_io import atomic_by_default
 from lightning_liger.resuming.rank_state import RankStates
 from lightning_liger.resuming.safe_loading import check_is_of_trainer
@@ -55,6 +56,10 @@ class TrainerStrategy(Strategy):
 
     _wrapper: Callable[..., Any] | None = None
     """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
+    _holds_frozen = False
+    """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
+    _gathers_float8 = False
+    """Whether the engine can gather weights in float8."""
 
     def __init__(
         self,
@@ -66,18 +71,20 @@ class TrainerStrategy(Strategy):
         activation_checkpointing_policy: LayerPolicy | None = None,
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
+        fp8: Float8Choice = None,
         **kwargs: Any,
     ) -> None:
         check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
         check_size(context_parallel_size, context_parallel_size)
         self.kernels = kernels
+        self.fp8 = fp8
         self.on_nonfinite_grad = on_nonfinite_grad
         self.fault_tolerance = fault_tolerance
         self.context_parallel_size = context_parallel_size
         self.context_parallel: ContextParallel | None = None
         self.engine = Engine(self)
         """The strategy as the module sees it."""
-        self._kernels = Kernels(kernels)
+        self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._activations.layers_communicate = context_parallel_size > 1
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))

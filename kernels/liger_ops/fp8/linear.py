@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
-from liger_ops.fp8.products import MULTIPLE, Float8Options, scaled_product
+from liger_ops.fp8.products import DEFAULT_OPTIONS, MAX_FAST_ACCUM, MULTIPLE, Float8Options, scaled_product
 from liger_ops.fp8.rows import quantize_rows
 from liger_ops.fp8.transpose import align, transpose
 from liger_ops.fp8.weights import quantize_weights, transpose_weights
@@ -36,7 +36,7 @@ def weight_gradient(
     dtype: torch.dtype,
     options: Float8Options,
 ) -> Tensor:
-    """The gradient ``[N, K]`` of weights, from x (or its payload) and g in parts; ``w_scale`` multiplied g's payload."""
+    """The gradient ``[N, K]`` of weights from x, or its payload, and g in parts; ``w_scale`` multiplied g's payload."""
     if options.high_precision_wgrad:
         return torch.mm((g[0] if len(g) == 1 else torch.cat(list(g), dim=1)).t(), x.to(g[0].dtype)).to(dtype)
     x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
@@ -63,8 +63,9 @@ class ScaledLinearFunction(torch.autograd.Function):
         sizes = [weight.shape[0] for weight in weights]
         rows = backend.as_rows(x, x.shape[-1])
         x_payload, x_scale = quantize_rows(rows)
-        w_payload, w_scale = quantize_weights(weights)
-        saved = [*weights, w_scale, *((x, x_scale) if any(ctx.needs_input_grad[3 : 3 + count]) else ())]
+        payloads, w_scale = quantize_weights(weights)
+        channel_scale = w_scale.bfloat16()  # powers of two, half as many bytes
+        saved = [*weights, channel_scale, *((x, x_scale) if any(ctx.needs_input_grad[3 : 3 + count]) else ())]
         if before is not None:
             before(saved)
         ctx.save_for_backward(*saved)
@@ -78,12 +79,10 @@ class ScaledLinearFunction(torch.autograd.Function):
                 scale,
                 bias=bias,
                 dtype=dtype,
-                fast_accum=options.fast_accum[0],
+                fast_accum=options.fast_accum[0] and x.shape[-1] <= MAX_FAST_ACCUM,
                 emulate=options.emulate,
             ).view(*x.shape[:-1], -1)
-            for payload, scale, bias in zip(
-                w_payload.split(sizes), w_scale.split(sizes), parameters[count:], strict=True
-            )
+            for payload, scale, bias in zip(payloads, w_scale.split(sizes), parameters[count:], strict=True)
         )
 
     @staticmethod
@@ -126,7 +125,7 @@ def scaled_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     *,
-    options: Float8Options = Float8Options(),
+    options: Float8Options = DEFAULT_OPTIONS,
     before_output: BeforeOutput | None = None,
 ) -> tuple[Tensor, ...]:
     """``x W^T + bias`` of linear layers that share an input, in float8.

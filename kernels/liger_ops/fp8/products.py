@@ -8,25 +8,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_ops.fp8.rows import ones
+
 MULTIPLE = 16
 """Of the summed dimension and of the second operand's rows."""
+
+
+MAX_FAST_ACCUM = 8192
+"""Longer sums take as long without fast accumulation."""
 
 
 class Float8Options(NamedTuple):
     """How linear layers multiply.
 
-    Fast accumulation keeps partial sums in the tensor cores' short accumulators (14 bits); without it they are added in
-    float32 every 128 elements.
+    Fast accumulation keeps partial sums in the tensor cores' short accumulators (14 bits), which cut off what does not
+    fit; without it they are added in float32 every 128 elements. Of sums whose terms have one sign it loses 0.6% of
+    4,096 terms and 3.7% of 16,384, on an H200; of random signs nothing that counts.
     """
 
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
-    """Of the output, the gradient of the input and that of the weight."""
+    """Of the output, if it sums at most ``MAX_FAST_ACCUM`` terms, the gradient of the input and that of the weight."""
     high_precision_wgrad: bool = False
     """Whether weights' gradients are products of the unquantized tensors."""
     save_payloads: bool = False
     """Whether a gated MLP keeps gate and up in float8 for backward."""
     emulate: bool = False
     """Whether products run in float32, on any device."""
+
+
+DEFAULT_OPTIONS = Float8Options()
 
 
 def unsupported(device: torch.device) -> str | None:
@@ -80,19 +90,8 @@ def scaled_product(
     if emulate or not (a.is_cuda or a.is_meta):
         return emulated_product(a, b, a_scale, b_scale, bias, dtype)
     if b_scale is None:
-        b_scale = _ones(b.shape[0], b.device)
+        b_scale = ones(b.shape[0], b.device)
     args: tuple[Any, ...] = a, b.t(), a_scale[:, None], b_scale[None, :]
     fused_bias = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
     y: Tensor = torch.ops.aten._scaled_mm(*args, fused_bias, None, dtype, fast_accum)
     return y if bias is None or fused_bias is not None else y + bias.to(dtype)
-
-
-_constants: dict[tuple[int, torch.device], Tensor] = {}
-
-
-def _ones(size: int, device: torch.device) -> Tensor:
-    if device.type == "meta":
-        return torch.ones(size, device=device)
-    if (size, device) not in _constants:
-        _constants[size, device] = torch.ones(size, device=device)
-    return _constants[size, device]

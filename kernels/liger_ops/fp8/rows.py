@@ -1,8 +1,8 @@
 """Rows in float8: a payload in e4m3 and one power of two a row, the scale that multiplies it back.
 
 With a the largest absolute value of a row, its scale is the least 2**e with a / 2**e <= 448, e4m3's largest value, and
-e >= -108, so that a row of zeros has one too. Scaling is exact, so a payload differs from the row by one rounding. A row
-that holds an infinity or NaN has the scale NaN: conversions saturate, so its payload would hide it.
+e >= -108, so that a row of zeros has one too. Scaling is exact, so a payload differs from the row by one rounding. NaN
+stays NaN. A row that holds an infinity has the scale NaN: conversions saturate, so its payload would hide it.
 """
 
 import torch
@@ -26,14 +26,14 @@ def scale_of(amax: Tensor) -> Tensor:
 
 
 def quantize_reference(x: Tensor, scale: Tensor) -> Tensor:
-    """The payload of rows ``x`` with these scales; that of a row that is not finite is of no use."""
+    """The payload of rows ``x`` with these scales; that of a row with an infinity is of no use."""
     return (x.float() / scale.nan_to_num(1.0)[:, None]).clamp(-448.0, 448.0).to(E4M3)
 
 
 def quantize_rows_reference(x: Tensor, channel_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Payload and scales of rows in plain PyTorch; see :func:`quantize_rows`."""
     wide = x.float() if channel_scale is None else x.float() * channel_scale
-    scale = scale_of(wide.abs().amax(dim=1).where(~wide.isnan().any(dim=1), torch.nan))
+    scale = scale_of(wide.abs().where(~wide.isnan(), 0.0).amax(dim=1))
     return quantize_reference(wide, scale), scale
 
 
@@ -43,15 +43,17 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
-        subnormal = (x + 24576.0) - 24576.0  # to multiples of 2**-9
-        x = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+        subnormal = (tl.abs(x) + 24576.0) - 24576.0  # to multiples of 2**-9
+        subnormal = (subnormal.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+        rounded = tl.where(tl.abs(x) < 0.015625, subnormal, normal).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        return tl.where(x == x, rounded, 127).to(tl.int8).to(tl.float8e4nv, bitcast=True)
     return x.to(tl.float8e4nv)
 
 
 @triton.jit
 def power_of_two(exponent):
-    """2**exponent in float32: 0 below float32's normal range."""
-    return tl.where(exponent < -126, 0, (exponent + 127) << 23).to(tl.float32, bitcast=True)
+    """2**exponent in float32: 0 below float32's normal range, infinity above."""
+    return tl.where(exponent < -126, 0, (tl.minimum(exponent, 128) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -62,7 +64,7 @@ def exponent_of(scale):
 
 @triton.jit
 def row_scale(amax):
-    """The scale of a row whose largest absolute value is ``amax``, NaN if that is NaN or infinite, and its inverse."""
+    """The scale of a row whose largest absolute value is ``amax``, NaN if that is infinite, and its inverse."""
     bits = tl.maximum(amax, 7.888609052210118e-31).to(tl.int32, bitcast=True)
     exponent = ((bits + 0x1FFFFF) >> 23) - 135
     scale = tl.where(amax < float("inf"), power_of_two(exponent), float("nan"))
@@ -70,16 +72,10 @@ def row_scale(amax):
 
 
 @triton.jit
-def absolute(x):
-    """|x|, infinite where x is NaN, which a maximum would skip."""
-    return tl.where(x == x, tl.abs(x), float("inf"))
-
-
-@triton.jit
 def _load(ptr, columns, num_columns, channel_scale_ptr):
     x = tl.load(ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
     if channel_scale_ptr is not None:
-        x *= tl.load(channel_scale_ptr + columns, mask=columns < num_columns, other=0.0)
+        x *= tl.load(channel_scale_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
     return x
 
 
@@ -124,17 +120,17 @@ def _quantize_rows_kernel(
     if HOLDS:
         first_range = tl.arange(0, FIRST_BLOCK)
         first = _load(first_ptr, first_range, first_columns, channel_scale_ptr)
-        amax = tl.max(absolute(first))
+        amax = tl.max(tl.abs(first))
         if second_ptr is not None:
             second_range = tl.arange(0, SECOND_BLOCK)
             start, scales = _part(second_ptr, row, second_row_stride, channel_scale_ptr, first_columns)
             second = _load(start, second_range, second_columns, scales)
-            amax = tl.maximum(amax, tl.max(absolute(second)))
+            amax = tl.maximum(amax, tl.max(tl.abs(second)))
         if third_ptr is not None:
             third_range = tl.arange(0, THIRD_BLOCK)
             start, scales = _part(third_ptr, row, third_row_stride, channel_scale_ptr, first_columns + second_columns)
             third = _load(start, third_range, third_columns, scales)
-            amax = tl.maximum(amax, tl.max(absolute(third)))
+            amax = tl.maximum(amax, tl.max(tl.abs(third)))
         scale, inverse = row_scale(amax)
         _store(payload_ptr, first, inverse, first_range, first_columns, INTERPRETED)
         if second_ptr is not None:
@@ -146,12 +142,17 @@ def _quantize_rows_kernel(
         block = tl.arange(0, FIRST_BLOCK)
         largest = tl.zeros([FIRST_BLOCK], dtype=tl.float32)
         for start in range(0, first_columns, FIRST_BLOCK):
-            largest = tl.maximum(largest, absolute(_load(first_ptr, start + block, first_columns, channel_scale_ptr)))
+            largest = tl.maximum(largest, tl.abs(_load(first_ptr, start + block, first_columns, channel_scale_ptr)))
         scale, inverse = row_scale(tl.max(largest))
         for start in range(0, first_columns, FIRST_BLOCK):
             x = _load(first_ptr, start + block, first_columns, channel_scale_ptr)
             _store(payload_ptr, x, inverse, start + block, first_columns, INTERPRETED)
     tl.store(scale_ptr + row, scale)
+
+
+def num_warps_for(block_size: int) -> int:
+    """Warps for programs that hold so many columns of a row, a power of two: 16 elements a thread."""
+    return max(1, min(16, block_size // 512))
 
 
 def is_interpreted(tensor: Tensor) -> bool:
@@ -174,7 +175,7 @@ def _quantize_rows(
 ) -> None:
     parts = [first, second, third]
     columns = [0 if part is None else part.shape[1] for part in parts]
-    blocks = [triton.next_power_of_2(max(each, 1)) for each in columns]
+    blocks = [triton.next_power_of_2(each) for each in columns]
     holds = sum(blocks) <= _HELD_COLUMNS
     if not holds:
         blocks = [_LOOP_COLUMNS, 1, 1]
@@ -198,7 +199,7 @@ def _quantize_rows(
         THIRD_BLOCK=blocks[2],
         HOLDS=holds,
         INTERPRETED=is_interpreted(first),
-        num_warps=max(1, min(16, sum(blocks) // 512)),
+        num_warps=num_warps_for(max(blocks)),
     )
 
 
@@ -211,8 +212,8 @@ def quantize_rows(
     """Rows in float8.
 
     Args:
-        parts: ``[num_rows, num_columns]``, or up to three such tensors, side by side.
-        channel_scale: ``[num_columns]`` of all parts, float32: multiplies the columns first; powers of two are exact.
+        parts: ``[num_rows, num_columns]``, or several such tensors, side by side.
+        channel_scale: ``[num_columns]`` of all parts: multiplies the columns first, exactly if these are powers of two.
         payload, scale: Where to write the results, by default new memory.
 
     Returns:
@@ -229,8 +230,21 @@ def quantize_rows(
         payload.copy_(found[0])
         scale.copy_(found[1])
         return payload, scale
-    if len(parts) > 1 and sum(triton.next_power_of_2(part.shape[1]) for part in parts) > _HELD_COLUMNS:
+    columns = [triton.next_power_of_2(part.shape[1]) for part in parts]
+    if len(parts) > 3 or (len(parts) > 1 and sum(columns) > _HELD_COLUMNS):
         parts = [torch.cat(parts, dim=1)]
     rows = [backend.as_rows(part, part.shape[1]) for part in parts]
     _quantize_rows(*rows, *[None] * (3 - len(rows)), channel_scale, payload, scale)
     return payload, scale
+
+
+_ones: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def ones(size: int, device: torch.device) -> Tensor:
+    """``[size]`` ones in float32, which nobody may write to."""
+    if device.type == "meta":
+        return torch.ones(size, device=device)
+    if (size, device) not in _ones:
+        _ones[size, device] = torch.ones(size, device=device)
+    return _ones[size, device]

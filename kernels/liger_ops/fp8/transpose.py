@@ -29,9 +29,11 @@ def align_reference(
     x_shift = shift >> 1
     ones = torch.ones_like(x_scale)
     x_factor = torch.ldexp(ones, x_shift if x_is_payload else x_shift - x_exponent)
-    weight_scale = torch.ldexp(torch.ones_like(channel_scale), largest - torch.frexp(channel_scale).exponent + 1)
+    channel_exponent = torch.frexp(channel_scale.float()).exponent - 1
+    weight_scale = torch.ldexp(torch.ones_like(channel_scale, dtype=torch.float32), largest - channel_exponent)
     is_lost = (x_scale.isnan() | g_scale.isnan()).any()
-    return x_factor, torch.ldexp(ones, shift - x_shift), weight_scale.masked_fill(is_lost, torch.nan)
+    weight_scale = weight_scale.masked_fill(is_lost | channel_scale.isnan(), torch.nan)
+    return x_factor, torch.ldexp(ones, shift - x_shift), weight_scale
 
 
 @triton.jit
@@ -74,19 +76,19 @@ def _align_kernel(
         tl.store(g_factor_ptr + start + block, power_of_two(shift - x_shift), mask=mask)
     for start in range(tl.program_id(0) * BLOCK_SIZE, num_channels, stride):
         mask = start + block < num_channels
-        exponent = exponent_of(tl.load(channel_scale_ptr + start + block, mask=mask, other=1.0))
-        scale = tl.where(largest < 5000, power_of_two(largest - exponent), float("nan"))
+        exponent = exponent_of(tl.load(channel_scale_ptr + start + block, mask=mask, other=1.0).to(tl.float32))
+        is_lost = (largest > 5000) | (exponent == 128)
+        scale = tl.where(is_lost, float("nan"), power_of_two(largest - exponent))
         tl.store(weight_scale_ptr + start + block, scale, mask=mask)
 
 
-@backend.register_op(
-    "fp8_align",
-    fake=lambda x_scale, g_scale, channel_scale, x_is_payload: [
-        torch.empty_like(each) for each in (x_scale, g_scale, channel_scale)
-    ],
-)
+def _align_fake(x_scale: Tensor, g_scale: Tensor, channel_scale: Tensor, x_is_payload: bool) -> list[Tensor]:
+    return [torch.empty_like(each, dtype=torch.float32) for each in (x_scale, g_scale, channel_scale)]
+
+
+@backend.register_op("fp8_align", fake=_align_fake)
 def _align(x_scale: Tensor, g_scale: Tensor, channel_scale: Tensor, x_is_payload: bool) -> list[Tensor]:
-    x_factor, g_factor, weight_scale = map(torch.empty_like, (x_scale, g_scale, channel_scale))
+    x_factor, g_factor, weight_scale = results = _align_fake(x_scale, g_scale, channel_scale, x_is_payload)
     _align_kernel.launch(
         8,
         x_scale_ptr=x_scale,
@@ -101,7 +103,7 @@ def _align(x_scale: Tensor, g_scale: Tensor, channel_scale: Tensor, x_is_payload
         BLOCK_SIZE=4096,
         num_warps=8,
     )
-    return [x_factor, g_factor, weight_scale]
+    return results
 
 
 def align(
@@ -146,7 +148,7 @@ def _transpose_kernel(
     x = tl.load(source_ptr + rows.to(tl.int64)[:, None] * source_row_stride + columns[None, :], mask=mask, other=0.0)
     factor = tl.load(factor_ptr + rows, mask=rows < num_rows, other=1.0)
     if INVERSE:
-        factor = power_of_two(-exponent_of(factor))
+        factor = power_of_two(-exponent_of(factor.to(tl.float32)))
     x = to_e4m3(x.to(tl.float32) * factor[:, None], INTERPRETED)
     target_mask = (columns < num_columns)[:, None] & (rows < padded_rows)[None, :]
     target_ptrs = target_ptr + columns.to(tl.int64)[:, None] * target_row_stride + rows[None, :]
@@ -159,7 +161,7 @@ def _transpose_kernel(
 def _transpose(source: Tensor, factor: Tensor, inverse: bool, target: Tensor) -> None:
     num_rows, num_columns = source.shape
     padded_rows = target.shape[1]
-    block_rows, block_columns = 128, 64
+    block_rows, block_columns = 256, 64
     _transpose_kernel.launch(
         -(-padded_rows // block_rows) * -(-num_columns // block_columns),
         source_ptr=source,
@@ -198,7 +200,7 @@ def transpose(source: Tensor, factor: Tensor, *, inverse: bool = False, target: 
         factor = factor.nan_to_num(1.0)[:, None]
         x = source.float() / factor if inverse else source.float() * factor
         target[:, num_rows:] = 0.0
-        target[:, :num_rows] = x.nan_to_num().clamp(-448.0, 448.0).to(E4M3).t()
+        target[:, :num_rows] = x.clamp(-448.0, 448.0).to(E4M3).t()
         return target
     rows = source if source.stride(1) == 1 else source.contiguous()
     _transpose(rows, factor, inverse, target)

@@ -1,28 +1,183 @@
-"""Weights in float8: those of linear layers that share an input, as one payload with a scale for each row."""
+"""Weights in float8: quantized for a product, or held so, as frozen weights and what FSDP2 gathers are."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from liger_ops.fp8.rows import E4M3, quantize_rows
+from liger_ops.fp8.rows import E4M3, ones, quantize_rows
 from liger_ops.fp8.transpose import transpose
 
+_COPIES = {
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten._to_copy.default,
+}
 
-def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Weights ``[N_i, K]`` one below the other: the payload ``[N, K]`` and the scales ``[N]``."""
+
+class Float8Weight(Tensor):
+    """A weight ``[out_features, in_features]`` of a floating-point dtype that is a payload and a scale for each row.
+
+    Operations other than copies and float8 products compute with its values in that dtype, which are exact in bfloat16
+    and float32: payloads have 4 bits, scales are powers of two.
+    """
+
+    payload: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, payload: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> "Float8Weight":
+        weight: Float8Weight = Tensor._make_wrapper_subclass(cls, payload.shape, dtype=dtype, device=payload.device)
+        weight.payload, weight.scale = payload, scale
+        return weight
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Float8Weight":
+        """Quantizes a weight."""
+        return cls(*quantize_rows(weight.detach()), weight.dtype)
+
+    def dequantize(self) -> Tensor:
+        """Its values, in its dtype."""
+        return (self.payload.float() * self.scale[:, None]).to(self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # Tensor's has an argument
+        return f"Float8Weight({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["payload", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], dtype: torch.dtype, *sizes: Any) -> "Float8Weight":
+        return Float8Weight(parts["payload"], parts["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs lack the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.as_strided.default and isinstance(weight := args[0], cls):
+            is_whole = (tuple(args[1]), tuple(args[2])) == (weight.shape, weight.stride())
+            func, args, kwargs = (torch.ops.aten.alias.default, args[:1], {}) if is_whole else (func, args, kwargs)
+        if func in _COPIES and isinstance(args[0], cls):
+            weight = args[0]
+            if func is torch.ops.aten._to_copy.default:
+                device = kwargs.get("device")
+                parts = [each.to(device or each.device, copy=True) for each in (weight.payload, weight.scale)]
+            else:
+                parts = [func(each) for each in (weight.payload, weight.scale)]
+            return Float8Weight(parts[0], parts[1], kwargs.get("dtype") or weight.dtype)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            args[0].payload.copy_((found := cls.of(args[1])).payload)
+            args[0].scale.copy_(found.scale)
+            return args[0]
+        if func._schema.is_mutable and isinstance(args[0], cls):
+            raise TypeError(f"{func} would write to a weight that is held in float8, which only copy_ may")
+        args, kwargs = torch.utils._pytree.tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight as checkpoints hold it: without these classes, over the same memory if it has its values there."""
+    if isinstance(weight, Float8Weight):
+        return weight.dequantize()
+    if isinstance(weight, DTensor) and isinstance(local := weight.to_local(), Float8Shard):
+        mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+        return DTensor.from_local(local.plain(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return weight.plain() if isinstance(weight, Float8Shard) else weight
+
+
+def quantize_weights(weights: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The payloads ``[N_i, K]`` of weights, one below the other in memory, and the scales of all, ``[N]``.
+
+    Those of weights that are held in float8 stay where they are.
+    """
     sizes = [weight.shape[0] for weight in weights]
-    payload = weights[0].new_empty((sum(sizes), weights[0].shape[1]), dtype=E4M3)
     scale = weights[0].new_empty(sum(sizes), dtype=torch.float32)
-    for weight, rows, scales in zip(weights, payload.split(sizes), scale.split(sizes), strict=True):
-        quantize_rows(weight, payload=rows, scale=scales)
-    return payload, scale
+    quantized = [each for each in weights if not isinstance(each, Float8Weight)]
+    memory = weights[0].new_empty((sum(each.shape[0] for each in quantized), weights[0].shape[1]), dtype=E4M3)
+    rest = iter(memory.split([each.shape[0] for each in quantized]))
+    payloads = []
+    for weight, scales in zip(weights, scale.split(sizes), strict=True):
+        if isinstance(weight, Float8Weight):
+            payloads.append(weight.payload)
+            scales.copy_(weight.scale)
+        else:
+            payloads.append(quantize_rows(weight, payload=next(rest), scale=scales)[0])
+    return payloads, scale
+
+
+def joined(payloads: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """Payloads of :func:`quantize_weights` as one, ``[N, K]``: without a copy if all were made there."""
+    first = payloads[0]
+    if len({each.untyped_storage()._cdata for each in payloads}) == 1:
+        return first.as_strided((scale.shape[0], first.shape[1]), first.stride())
+    return torch.cat([each.view(torch.uint8) for each in payloads]).view(E4M3)
 
 
 def transpose_weights(weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """The same payload transposed, ``[K, N]``, made anew with known scales."""
+    """All payloads transposed, ``[K, N]``, made anew with known scales."""
     sizes = [weight.shape[0] for weight in weights]
-    target = weights[0].new_empty((weights[0].shape[1], sum(sizes)), dtype=E4M3)
+    target = scale.new_empty((weights[0].shape[1], sum(sizes)), dtype=E4M3)
     for weight, columns, scales in zip(weights, target.split(sizes, dim=1), scale.split(sizes), strict=True):
-        transpose(weight, scales, inverse=True, target=columns)
+        if isinstance(weight, Float8Weight):
+            transpose(weight.payload, ones(weight.shape[0], weight.device), target=columns)
+        else:
+            transpose(weight, scales, inverse=True, target=columns)
     return target
+
+
+_KEPT = {
+    getattr(torch.ops.aten, name).default
+    for name in ("alias", "as_strided", "clone", "detach", "new_empty", "new_zeros", "view", "_to_copy")
+} | {torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor, torch.ops.aten.empty_like.default}
+
+
+class Float8Shard(Tensor):
+    """A parameter that FSDP2 shards and gathers in float8, half the bytes of bfloat16; a plain tensor otherwise.
+
+    What is computed of it is a plain tensor too, but for parts and copies, of which FSDP2 makes the shards.
+    """
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> "Float8Shard":
+        shard: Float8Shard = Tensor._make_subclass(cls, tensor)
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs lack the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+        if func not in _KEPT or not isinstance(args[0], cls):
+            return result
+        return torch.utils._pytree.tree_map_only(Tensor, cls, result)
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            tensor: Tensor = torch.ops.aten.alias.default(self)
+        return tensor
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, Tensor], int]:
+        """The shard's payload and scales, with as many rows as every rank's."""
+        num_rows = -(-outer_size[0] // mesh.size())
+        payload = torch.zeros((num_rows, self.shape[1]), dtype=torch.uint8, device=self.device).view(E4M3)
+        scale = torch.ones(num_rows, dtype=torch.float32, device=self.device)
+        shard = self.plain()
+        quantize_rows(shard, payload=payload[: shard.shape[0]], scale=scale[: shard.shape[0]])
+        return (payload, scale), outer_size[0]
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], num_rows: int, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """The whole weight over the memory that FSDP2 gathered into."""
+        if out is not None:  # which lies over the same memory
+            return None
+        payload, scale = gathered
+        return Float8Weight(payload[:num_rows], scale[:num_rows], dtype), ()

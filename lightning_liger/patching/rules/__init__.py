@@ -1,12 +1,23 @@
 """Rules that recognize modules by structure, not by name, and propose replacements for them."""
 
 from lightning_liger.patching.rules.base import Patched, Replacement, Rule
-from lightning_liger.patching.rules.gated_mlp import ExpertsRule, MLPRule
+from lightning_liger.patching.rules.gated_mlp import ExpertsRule, MLPReplacement, MLPRule
 from lightning_liger.patching.rules.head import HeadRule
+from lightning_liger.patching.rules.linear import convert, find_layers_of, gather_in_float8
 from lightning_liger.patching.rules.norm import NormRule
 from lightning_liger.patching.rules.rotary import RotaryRule
 
 RULES: tuple[Rule, ...] = (NormRule(), RotaryRule(), MLPRule(), ExpertsRule())
 """Rules for the modules inside a model; :class:`HeadRule` applies to the model's output embeddings only."""
 
-__all__ = ["RULES", "HeadRule", "Patched", "Replacement", "Rule"]
+__all__ = [
+    "RULES",
+    "HeadRule",
+    "MLPReplacement",
+    "Patched",
+    "Replacement",
+    "Rule",
+    "convert",
+    "find_layers_of",
+    "gather_in_float8",
+]

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
+from liger_ops.fp8.gated_mlp import scaled_gated_mlp
+from lightning_liger.activations.frames import end_recomputation_with
 from lightning_liger.activations.tiles import has_hooks, run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
@@ -31,6 +33,7 @@ from lightning_liger.patching.rules.base import (
     settings_of,
     takes_one_tensor,
 )
+from lightning_liger.patching.rules.linear import layers_of
 from lightning_liger.patching.verify import Rejected, compare, trial
 
 _GATES: dict[str, Callable[..., Tensor]] = {
@@ -38,6 +41,12 @@ _GATES: dict[str, Callable[..., Tensor]] = {
     "gelu_mul": gelu_mul,
     "gelu_mul (tanh)": partial(gelu_mul, approximate="tanh"),
     "relu_squared_mul": relu_squared_mul,
+}
+_FLOAT8_ACTIVATIONS = {
+    "silu_mul": "silu",
+    "gelu_mul": "gelu",
+    "gelu_mul (tanh)": "gelu_tanh",
+    "relu_squared_mul": "relu_squared",
 }
 _KERNELS = ("silu_mul", "gelu_mul", "relu_squared")
 _PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (torch.float32, 1e3), (None, 1.0))
@@ -90,6 +99,9 @@ class MLPReplacement(_GatedReplacement):
         return self._compute(module, x) if sizes is None else run_in_tiles(self._compute, module, x, width=sizes[0])
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
+        hidden = self._compute_in_float8(module, x)
+        if hidden is not None:
+            return hidden if self.outer_dropout is None else getattr(module, self.outer_dropout)(hidden)
         unit = _GATES.get(self.activation, relu_squared)
         if self.up_first:
             up, gate = getattr(module, self.gate)(x).chunk(2, dim=-1)
@@ -99,6 +111,37 @@ class MLPReplacement(_GatedReplacement):
         for name in (self.inner_dropout, self.down, self.outer_dropout):
             hidden = hidden if name is None else getattr(module, name)(hidden)
         return hidden
+
+    def _compute_in_float8(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """The output of ``down``, if all projections are converted by one recipe and have no biases, else None."""
+        activation = _FLOAT8_ACTIVATIONS.get(self.activation)
+        inputs = [getattr(module, name) for name in (self.gate, self.up) if name is not None]
+        down = getattr(module, self.down)
+        first, last = layers_of(inputs[0]), layers_of(down)
+        if activation is None or first is None or last is None or self.inner_dropout is not None:
+            return None
+        projections = [*inputs, down]
+        options = first.recipe.options
+        if (
+            first.recipe != last.recipe
+            or options.high_precision_wgrad
+            or any(layers_of(each) is not first for each in inputs)
+            or any(each.bias is not None for each in projections)
+            or not first.applies_to(x, projections)
+        ):
+            return None
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
+            first.count(x, projections, True)
+        return scaled_gated_mlp(
+            x,
+            [each.weight for each in inputs],
+            down.weight,
+            activation,
+            up_first=self.up_first,
+            options=options,
+            before_output=None if is_compiling else end_recomputation_with,
+        )
 
     def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
         random, own = Randoms(module), own_dtype(module)

@@ -34,7 +34,8 @@ def announce_plan(line: str, plan: Plan, fits: bool) -> None:
 def prepare(strategy: Any, model: Module, announce: Callable[[str, Plan, bool], None] = announce_plan) -> Module:
     """``model`` as the engine of a strategy gets it: with kernels, and layers in their modes."""
     with strategy._final_parameters(model):
-        strategy._patching.apply(model)
+        plugin = getattr(strategy, "precision_plugin", None) or strategy.precision
+        strategy._patching.apply(model, plugin.precision, holds_frozen=strategy._holds_frozen)
     if strategy.kernels != "none" or strategy._activations.is_asked_for:
         strategy._activations.control(model, strategy.root_device, announce)
     return model

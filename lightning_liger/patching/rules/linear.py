@@ -1,0 +1,302 @@
+"""Linear layers in float8: which ones of a model, and which of them share an input and run as one."""
+
+import fnmatch
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+from liger_ops.arguments import did_you_mean
+from liger_ops.backend import autocast_dtype
+from liger_ops.fp8.linear import scaled_linear
+from liger_ops.fp8.products import MULTIPLE, Float8Options
+from liger_ops.fp8.weights import Float8Shard, Float8Weight, plain
+from lightning_liger.activations.cheap import count_writes
+from lightning_liger.activations.frames import end_recomputation_with
+from lightning_liger.activations.layers import find_layers
+from lightning_liger.activations.tiles import has_hooks
+from lightning_liger.patching.float8 import ATTRIBUTE, Float8Recipe, compute_dtype_error, converted_layers, is_too_small
+from lightning_liger.patching.report import PatchEntry
+from lightning_liger.patching.rules.base import Replacement
+from lightning_liger.patching.verify import Mismatch
+
+KERNEL = "fp8"
+_ATTENTION = {"q", "k", "v", "kv", "qkv", "query", "key", "value", "wq", "wk", "wv"}
+_TOLERANCE = 0.06
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Float8Layers:
+    """Linear layers that a recipe converts, one or several that get the same input one after another.
+
+    The first one that is called computes the outputs of all, the others take theirs. If one of them gets another input
+    than the first one got, they run one by one from then on.
+    """
+
+    def __init__(self, recipe: Float8Recipe, members: Sequence[nn.Linear]) -> None:
+        self.recipe = recipe
+        self.members = list(members)
+        self.num_products = [0, 0]
+        """Products of one token and one weight in float8, and in other dtypes."""
+        self._shares = len(members) > 1
+        self._lock = threading.RLock()
+        self._waiting: tuple[Any, Hashable, dict[int, Tensor]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_waiting": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
+    def applies_to(self, x: Tensor, members: Collection[nn.Linear]) -> bool:
+        """Whether the recipe multiplies ``x`` by the weights of these members in float8."""
+        if type(x) not in (Tensor, nn.Parameter) or x.dim() == 0 or x.dtype not in _DTYPES:
+            return False
+        if autocast_dtype(x.device.type) not in (None, torch.bfloat16):
+            return False
+        num_tokens = x.shape[:-1].numel()
+        if num_tokens < self.recipe.min_tokens or x.shape[-1] != self.members[0].in_features:
+            return False
+        return all(self._is_ready(member) for member in members)
+
+    def _is_ready(self, member: nn.Linear) -> bool:
+        weight = member.weight
+        return (
+            (member.training or self.recipe.evaluate)
+            and not isinstance(weight, DTensor)
+            and weight.shape == (member.out_features, member.in_features)  # not sharded, or freed
+            and weight.dtype in _DTYPES
+        )
+
+    def count(self, x: Tensor, members: Collection[nn.Linear], in_float8: bool) -> None:
+        """Counts the products of a call."""
+        size = sum(member.out_features * member.in_features for member in members)
+        self.num_products[0 if in_float8 else 1] += x.shape[:-1].numel() * size
+
+    def __call__(self, member: nn.Linear, x: Tensor, original: type[nn.Linear]) -> Tensor:
+        if not self.applies_to(x, [member]):
+            if not torch.compiler.is_compiling():
+                self.count(x, [member], False)
+            return original.forward(member, x)
+        if torch.compiler.is_compiling():
+            return _run([member], x, self.recipe.options)[0]
+        self.count(x, [member], True)
+        with self._lock:
+            output = self._take(member, x) if self._shares else None
+            members = self._partners(member, x) if self._shares and output is None else [member]
+        if output is not None:
+            return output
+        outputs = _run(members, x, self.recipe.options)
+        if len(members) > 1:
+            others = {id(each): result for each, result in zip(members, outputs, strict=True) if each is not member}
+            self._waiting = weakref.ref(x), _state(x), others
+        return outputs[members.index(member)]
+
+    def _take(self, member: nn.Linear, x: Tensor) -> Tensor | None:
+        """The output that a call of another member computed."""
+        if self._waiting is None:
+            return None
+        of, state, outputs = self._waiting
+        if id(member) not in outputs:  # a new round: others were not called in the last one
+            self._waiting = None
+            return None
+        if of() is not x or state != _state(x):
+            self._shares = of() is x  # else this layer has an input of its own, as in attention to another sequence
+            self._waiting = None
+            return None
+        output = outputs.pop(id(member))
+        if not outputs:
+            self._waiting = None
+        return output
+
+    def _partners(self, member: nn.Linear, x: Tensor) -> list[nn.Linear]:
+        if not self._shares or not self.applies_to(x, self.members) or any(map(_is_called_otherwise, self.members)):
+            return [member]
+        return self.members
+
+
+def _state(x: Tensor) -> tuple[Hashable, ...]:
+    """What must be the same for two layers' outputs to come from one call."""
+    return count_writes(x), torch.is_grad_enabled(), threading.get_ident(), autocast_dtype(x.device.type)
+
+
+def _is_called_otherwise(member: nn.Linear) -> bool:
+    """Whether a call of a layer is more than its forward."""
+    return has_hooks(member) or "forward" in vars(member)
+
+
+def _run(members: Sequence[nn.Linear], x: Tensor, options: Float8Options) -> tuple[Tensor, ...]:
+    weights, biases = [each.weight for each in members], [each.bias for each in members]
+    before = None if torch.compiler.is_compiling() else end_recomputation_with
+    return scaled_linear(x, weights, biases, options=options, before_output=before)
+
+
+@dataclass(frozen=True)
+class Float8Replacement(Replacement):
+    """The class of converted layers; how they multiply is said by their ``Float8Layers``."""
+
+    kernel = KERNEL
+    description = KERNEL
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        linear: Any = original
+
+        @functools.wraps(linear.forward)
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            layers: Float8Layers = vars(self)[ATTRIBUTE]
+            return layers(self, input, linear)
+
+        def _save_to_state_dict(self: nn.Linear, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            linear._save_to_state_dict(self, destination, prefix, keep_vars)
+            destination[prefix + "weight"] = plain(destination[prefix + "weight"])
+
+        return {"forward": forward, "_save_to_state_dict": _save_to_state_dict}
+
+    def verify(self, module: nn.Module) -> float:
+        return measure_error(module.weight.device, Float8Options())
+
+
+@functools.cache
+def measure_error(device: torch.device, options: Float8Options) -> float:
+    """The error of float8 products on a device: of an output and its gradients, relative to their norms.
+
+    Raises:
+        Mismatch: If it is more than float8's.
+    """
+    device = torch.device("cpu") if device.type == "meta" else device
+    generator = torch.Generator().manual_seed(0)
+    x, weight, upstream = (
+        torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        for shape in ((48, 64), (32, 64), (48, 32))
+    )
+    pairs = []
+    for output in (nn.functional.linear(x, weight), scaled_linear(x, [weight], options=options)[0]):
+        pairs.append([output, *torch.autograd.grad(output, (x, weight), upstream.detach())])
+    errors = [(got - want).float().norm() / want.float().norm() for want, got in zip(*pairs, strict=True)]
+    worst = max(error.item() for error in errors)
+    if not worst <= _TOLERANCE:
+        raise Mismatch(f"float8 products on {device} differ by {worst:.1e} of their norm, more than {_TOLERANCE}")
+    return worst
+
+
+def find_layers_of(
+    model: nn.Module,
+    recipe: Float8Recipe,
+    heads: Collection[int],
+    shared: Sequence[tuple[nn.Module, Collection[str | None]]],
+) -> Iterator[tuple[list[nn.Linear], PatchEntry]]:
+    """Groups of linear layers of ``model`` and what the report says of them: converted, or left out and why.
+
+    Args:
+        model: The model, in its final dtypes.
+        recipe: Says which layers to convert.
+        heads: Ids of the modules that are LM heads.
+        shared: Modules and the names of children that get the same input, as gate and up of a gated MLP.
+
+    Raises:
+        ValueError: If a layer that the recipe converts has a dtype without float8 products, or a name or pattern of its
+            filter fits no linear layer.
+    """
+    names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _check_filter(recipe, names.values())
+    layers = find_layers(model)
+    first, last = recipe.skip_layers
+    ends = (*layers[:first], *layers[max(0, len(layers) - last) :])
+    skipped = {module for layer in ends for module in layer.modules()}
+    parents = {getattr(parent, name): parent for parent, names_ in shared for name in names_ if name}
+    groups: dict[Hashable, list[nn.Linear]] = {}
+    for module, name in names.items():
+        if ATTRIBUTE in vars(module):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        reason = "the fused loss computes its products" if id(module) in heads else None
+        reason = reason or _reason_against(module, name, model.get_submodule(parent))
+        reason = reason or ("left out by skip_layers" if module in skipped else recipe.reason_against(module, name))
+        if reason is not None:
+            yield [module], PatchEntry(f"Linear {leaf}", KERNEL, 1, None, reason=reason)
+            continue
+        if module.weight.dtype not in _DTYPES:
+            raise compute_dtype_error(module.weight.dtype, name)
+        key: Hashable = name
+        if module in parents:
+            key = id(parents[module])
+        elif _ATTENTION & set(leaf.split("_")):
+            key = parent, module.in_features
+        groups.setdefault(key, []).append(module)
+    for members in groups.values():
+        structure = "Linear " + " + ".join(names[member].rpartition(".")[2] for member in members)
+        sizes = sum(member.out_features for member in members), members[0].in_features
+        if recipe.filter == "auto" and is_too_small(*sizes):
+            reason = f"{sizes[0]} x {sizes[1]} is too small to gain"
+            yield members, PatchEntry(structure, KERNEL, 1, None, reason=reason)
+        else:
+            error = measure_error(members[0].weight.device, recipe.options)
+            yield members, PatchEntry(structure, KERNEL, 1, f"{recipe}, {sizes[0]} x {sizes[1]}", error)
+
+
+def _reason_against(module: nn.Linear, name: str, parent: nn.Module) -> str | None:
+    leaf = name.rpartition(".")[2]
+    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+        return "it has a forward of its own"
+    if has_hooks(module) or parametrize.is_parametrized(module):
+        return "it has hooks or parametrizations"
+    if "lora_" in name:
+        return "an adapter"
+    if leaf in ("gate", "router") and any("expert" in other for other, _ in parent.named_children()):
+        return "a router of experts"
+    if module.out_features % MULTIPLE or module.in_features % MULTIPLE:
+        return f"{module.out_features} x {module.in_features} are not multiples of {MULTIPLE}"
+    return None
+
+
+def _check_filter(recipe: Float8Recipe, names: Collection[str]) -> None:
+    if isinstance(recipe.filter, str) or callable(recipe.filter):
+        return
+    for each in recipe.filter:
+        if not fnmatch.filter(names, each) and each not in names:
+            raise ValueError(
+                f"filter={list(recipe.filter)}: no linear layer of the model has the name or pattern {each!r}"
+                + did_you_mean(each, names)
+            )
+
+
+def convert(members: Sequence[nn.Linear], recipe: Float8Recipe) -> Iterator[Callable[[], None]]:
+    """Makes linear layers run in float8; returns what undoes it, step by step."""
+    layers = Float8Layers(recipe, members)
+    for member in members:
+        yield partial(setattr, member, "__class__", type(member))
+        vars(member)[ATTRIBUTE] = layers
+        patched: Any = Float8Replacement().patched_class(type(member))
+        member.__class__ = patched
+        yield partial(vars(member).pop, ATTRIBUTE)
+        if recipe.hold_frozen is True and not member.weight.requires_grad and not member.weight.is_meta:
+            member.weight = nn.Parameter(Float8Weight.of(member.weight), requires_grad=False)
+            yield partial(_dequantize, member)
+
+
+def _dequantize(member: nn.Linear) -> None:
+    if isinstance(member.weight, Float8Weight):
+        member.weight = nn.Parameter(member.weight.dequantize(), requires_grad=False)
+
+
+def gather_in_float8(model: nn.Module) -> None:
+    """Lets FSDP2, which is about to shard ``model``, gather the weights of layers whose recipe says so in float8."""
+    for layers in converted_layers(model):
+        for member in layers.members if layers.recipe.all_gather else ():
+            if not isinstance(member.weight, DTensor):
+                shard = Float8Shard(member.weight.detach())
+                member.weight = nn.Parameter(shard, requires_grad=member.weight.requires_grad)
+
+
+def layers_of(module: Any) -> Float8Layers | None:
+    """What a converted layer runs with, None for other modules and for those whose call is more than their forward."""
+    layers: Float8Layers | None = vars(module).get(ATTRIBUTE)
+    return None if layers is None or _is_called_otherwise(module) else layers

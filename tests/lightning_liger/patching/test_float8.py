@@ -1,0 +1,312 @@
+"""``fp8=``: which linear layers multiply in float8, that grouped ones compute what single ones do, and the way back."""
+
+import copy
+import pickle
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from liger_ops.fp8.linear import scaled_linear
+from liger_ops.fp8.products import Float8Options
+from liger_ops.fp8.weights import Float8Weight
+from lightning_liger import Float8Recipe, apply_liger_kernels
+from lightning_liger.patching.float8 import check_float8, fp8_share
+from lightning_liger.patching.rules.linear import convert, layers_of
+from tests.liger_ops.accuracy import few
+from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
+
+EVERY = Float8Recipe(filter=["*"], min_tokens=1)
+"""Of every layer that can be converted, in every call."""
+
+
+def train_step(model: nn.Module, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**(batch or tiny_batch())).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The error of all gradients together, relative to their norm."""
+    assert found.keys() == expected.keys()
+    errors = sum((found[name] - each).float().square().sum() for name, each in expected.items())
+    return float((errors / sum(each.float().square().sum() for each in expected.values())).sqrt())
+
+
+def run_alone(layer: nn.Linear, options: Float8Options, x: Tensor) -> Tensor:
+    return scaled_linear(x, [layer.weight], [layer.bias], options=options)[0]
+
+
+def same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> bool:
+    gradients = all(torch.equal(each, found[1][name]) for name, each in expected[1].items())
+    return torch.equal(found[0], expected[0]) and gradients and found[1].keys() == expected[1].keys()
+
+
+_SEPARATE = {"q_proj + k_proj + v_proj", "o_proj", "gate_proj + up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "groups", "high_precision_wgrad"),
+    [
+        ("llama", _SEPARATE, False),
+        ("llama", _SEPARATE, True),
+        ("qwen2", _SEPARATE, False),
+        ("gemma", _SEPARATE, False),
+        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}, False),
+        ("nemotron", {"q_proj + k_proj + v_proj", "o_proj", "up_proj", "down_proj"}, False),
+        ("gpt_neox", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, False),
+    ],
+)
+def test_models_train_close_to_the_stock_model(model_type: str, groups: set[str], high_precision_wgrad: bool) -> None:
+    """As one whose layers each call the op: groups and fused MLPs change no output, and gradients by a rounding."""
+    stock = tiny_model(model_type)
+    model, single = copy.deepcopy(stock), copy.deepcopy(stock)
+    apply_liger_kernels(single)
+    for layer in single.modules():
+        if isinstance(layer, nn.Linear) and layer is not single.get_output_embeddings():
+            layer.forward = partial(run_alone, layer, Float8Options(high_precision_wgrad=high_precision_wgrad))
+    recipe = Float8Recipe(filter=["*"], min_tokens=1, high_precision_wgrad=high_precision_wgrad)
+    report = apply_liger_kernels(model, fp8=recipe)
+    converted = {e.structure.removeprefix("Linear ") for e in report.entries if e.kernel == "fp8" and e.replacement}
+    assert converted == groups
+    found, alone, expected = train_step(model), train_step(single), train_step(stock)
+    assert fp8_share(model) == 1.0
+    assert torch.equal(found[0], alone[0])
+    assert difference(found[1], alone[1]) < 0.06
+    torch.testing.assert_close(found[0], expected[0], rtol=0.05, atol=0.0)
+    assert not torch.equal(found[0], expected[0])
+
+
+def test_a_copy_a_pickle_and_a_second_run_compute_the_same_and_undo_restores() -> None:
+    model = tiny_llama()
+    kernels_only = copy.deepcopy(model)
+    apply_liger_kernels(kernels_only)
+    keys = list(model.state_dict())
+    report = apply_liger_kernels(model, fp8=EVERY)
+    first = train_step(model)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(train_step(other), first)
+        assert fp8_share(other) == 1.0
+    assert list(model.state_dict()) == keys
+    assert apply_liger_kernels(model, fp8=EVERY).num_replaced == 0
+    copied = copy.deepcopy(model)
+    members = layers_of(copied.model.layers[0].self_attn.q_proj).members
+    assert members[1] is copied.model.layers[0].self_attn.k_proj
+    report.undo()
+    assert not any(layers_of(each) for each in model.modules())
+    apply_liger_kernels(model)
+    assert same(train_step(model), train_step(kernels_only))
+
+
+def test_modes_and_small_calls_run_in_the_models_dtype() -> None:
+    model, stock = tiny_llama(), tiny_llama()
+    apply_liger_kernels(stock)
+    apply_liger_kernels(model, fp8=Float8Recipe(filter=["*"], min_tokens=23))
+    assert same(train_step(model), train_step(stock))  # of 22 tokens
+    assert fp8_share(model) == 0.0
+    longer = tiny_batch(seq_len=12)
+    assert not same(train_step(model, **longer), train_step(stock, **longer))
+    assert fp8_share(model) == pytest.approx(24 / 46)
+    model.eval()
+    stock.eval()
+    assert same(train_step(model, **longer), train_step(stock, **longer))
+    apply_liger_kernels(evaluated := tiny_llama().eval(), fp8=Float8Recipe(filter=["*"], min_tokens=1, evaluate=True))
+    assert not same(train_step(evaluated, **longer), train_step(stock, **longer))
+
+
+class Projections(nn.Module):
+    """Layers that may get one input, as queries, keys and values do."""
+
+    def __init__(self, frozen: list[bool]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(32, 48), nn.Linear(32, 16, bias=False), nn.Linear(32, 16)
+        for layer, is_frozen in zip((self.q, self.k, self.v), frozen, strict=True):
+            layer.weight.requires_grad_(not is_frozen)
+
+
+@given(
+    draw=st.builds(
+        SimpleNamespace,
+        frozen=st.lists(st.booleans(), min_size=3, max_size=3),
+        calls=st.lists(
+            st.tuples(st.sampled_from("qkv"), st.sampled_from("ab"), st.sampled_from(["", "no_grad", "write", "fail"])),
+            min_size=1,
+            max_size=9,
+        ),
+    )
+)
+@few(40)
+def test_any_order_of_calls_computes_what_single_layers_do(draw: Any) -> None:
+    """Of two inputs, with and without gradients, after writes to an input, and after calls that somebody ended."""
+    torch.manual_seed(0)
+    grouped = Projections(draw.frozen)
+    single = copy.deepcopy(grouped)
+    list(convert([grouped.q, grouped.k, grouped.v], EVERY))
+    leaves = {name: torch.randn(5, 32, requires_grad=True) for name in "ab"}
+    sums = []
+    for model in (grouped, single):
+        inputs = {name: leaf * 1.0 for name, leaf in leaves.items()}
+        outputs = []
+        for name, source, how in draw.calls:
+            layer = getattr(model, name)
+            if how == "write":
+                inputs[source] = inputs[source].clone()
+                with torch.no_grad():
+                    inputs[source].mul_(2.0)
+            with torch.set_grad_enabled(how != "no_grad"):
+                if model is grouped:
+                    output = layer(inputs[source])
+                else:
+                    (output,) = scaled_linear(inputs[source], [layer.weight], [layer.bias], options=Float8Options())
+            if how != "fail":
+                outputs.append(output)
+        total = sum((each * torch.linspace(-1, 1, each.numel()).view(each.shape)).sum() for each in outputs)
+        wanted = [*leaves.values(), *(p for p in model.parameters() if p.requires_grad)]
+        gradients: Any = [None] * len(wanted)
+        if isinstance(total, Tensor) and total.requires_grad:
+            gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+        sums.append((outputs, gradients))
+    for found, expected in zip(sums[0][0], sums[1][0], strict=True):
+        assert torch.equal(found, expected)
+        assert found.requires_grad == expected.requires_grad
+    for found, expected in zip(sums[0][1], sums[1][1], strict=True):
+        # Of an unused output, the gradient is none or zeros. Gradients of one input are quantized together in a group.
+        found, expected = (torch.zeros(()) if each is None else each for each in (found, expected))
+        torch.testing.assert_close(*torch.broadcast_tensors(found, expected), rtol=0.1, atol=0.5)
+
+
+def test_layers_that_get_another_input_run_alone_from_then_on() -> None:
+    model = Projections([False] * 3)
+    list(convert([model.q, model.k, model.v], EVERY))
+    layers = layers_of(model.q)
+    x, other = torch.randn(5, 32), torch.randn(5, 32)
+    for layer in (model.q, model.k, model.v):
+        layer(x)
+    assert layers._shares
+    assert layers._waiting is None
+    model.q(x)
+    model.k(other)
+    assert not layers._shares
+    assert layers._waiting is None
+
+
+def test_hooks_on_a_layer_are_run() -> None:
+    model = tiny_llama()
+    apply_liger_kernels(model, fp8=EVERY)
+    seen = []
+    for name, module in model.model.layers[0].named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: seen.append(name.rpartition(".")[2]))
+    train_step(model)
+    assert seen == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_the_report_says_why_layers_were_left_out() -> None:
+    model = tiny_llama(intermediate_size=40)
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: None)
+    report = apply_liger_kernels(
+        model, fp8=Float8Recipe(filter=["*_proj", "lm_head"], skip_layers=(1, 0), min_tokens=1)
+    )
+    reasons = {
+        (entry.structure, entry.reason): entry.count
+        for entry in report.entries
+        if entry.kernel == "fp8" and not entry.replacement
+    }
+    assert reasons == {
+        ("Linear lm_head", "the fused loss computes its products"): 1,
+        **{(f"Linear {name}_proj", "left out by skip_layers"): 1 for name in "qkvo"},
+        ("Linear gate_proj", "40 x 32 are not multiples of 16"): 2,
+        ("Linear up_proj", "40 x 32 are not multiples of 16"): 2,
+        ("Linear down_proj", "32 x 40 are not multiples of 16"): 2,
+        ("Linear o_proj", "it has hooks or parametrizations"): 1,
+    }
+    with pytest.warns(UserWarning, match="fp8=fp8 rowwise converted nothing in LlamaForCausalLM.*too small to gain"):
+        apply_liger_kernels(tiny_llama(), fp8=True)
+    experts = tiny_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    entries = apply_liger_kernels(experts, fp8=EVERY).entries
+    assert not [each for each in entries if each.kernel == "fp8" and "gate" in each.structure and each.replacement]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "error"),
+    [
+        ("rowwize", "fp8 must be one of .*, got 'rowwize'"),
+        (3, "fp8 must be True, False, one of .*, got 3"),
+        (Float8Recipe(filter=["*.q_projj"]), r"filter=\['\*.q_projj'\]: no linear layer of the model has the name"),
+    ],
+)
+def test_wrong_choices_change_nothing(fp8: Any, error: str) -> None:
+    model = tiny_llama()
+    before = [type(each) for each in model.modules()]
+    with pytest.raises((TypeError, ValueError), match=error):
+        apply_liger_kernels(model, fp8=fp8)
+    assert [type(each) for each in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"scaling": "tensorwise"}, "scaling must be"),
+        ({"save": "bf16"}, "save must be"),
+        ({"fast_accum": (True, False)}, "fast_accum must be 3 values of type bool"),
+        ({"skip_layers": (-1, 0)}, "skip_layers must be 2 values of type int, at least 0"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"filter": 3}, "filter must be 'auto'"),
+        ({"hold_frozen": "never"}, "hold_frozen must be"),
+        ({"evaluate": "yes"}, "evaluate must be"),
+    ],
+    ids=str,
+)
+def test_wrong_recipes(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        Float8Recipe(**arguments)
+
+
+def test_names_of_recipes() -> None:
+    assert check_float8(None) is check_float8(False) is None
+    assert check_float8(True) == check_float8("auto") == check_float8("rowwise") == Float8Recipe()
+    assert check_float8("rowwise_with_gw_hp") == Float8Recipe(high_precision_wgrad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_weights_without_float8_products_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"fp8 needs weights of bfloat16 or float32, got {dtype} of 'model.layers.0"):
+        apply_liger_kernels(tiny_llama().to(dtype), fp8=EVERY)
+
+
+def test_frozen_weights_held_in_float8() -> None:
+    """Their values stay what they were rounded to: in training, checkpoints, after undo and after loading."""
+    model, rounded = tiny_llama(), tiny_llama()
+    for each in (model, rounded):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    for module in rounded.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = Float8Weight.of(module.weight).dequantize()
+    held = Float8Recipe(filter=["*"], min_tokens=1, hold_frozen=True)
+    report = apply_liger_kernels(model, fp8=held)
+    apply_liger_kernels(rounded, fp8=EVERY)
+    weights = [each.weight for each in model.model.layers.modules() if isinstance(each, nn.Linear)]
+    assert all(isinstance(each, Float8Weight) for each in weights)
+    expected, first = train_step(rounded), train_step(model)
+    assert torch.equal(first[0], expected[0])
+    assert difference(first[1], expected[1]) < 0.02  # a row whose largest value was rounded down has another scale
+    state = model.state_dict()
+    assert all(type(each) is Tensor for each in state.values())
+    assert all(torch.equal(each, state[name]) for name, each in rounded.state_dict().items())
+    assert same(train_step(copy.deepcopy(model)), first)
+    with pytest.raises(TypeError, match="held in float8, which only copy_ may"):
+        weights[0].mul_(2.0)
+    for each in weights:
+        each.data.copy_(torch.zeros_like(each))
+    assert not same(train_step(model), first)
+    model.load_state_dict(tiny_llama().state_dict())  # the weights before they were rounded
+    assert same(train_step(model), first)
+    report.undo()
+    assert all(torch.equal(each, rounded.state_dict()[name]) for name, each in model.state_dict().items())

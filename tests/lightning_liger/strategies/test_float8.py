@@ -1,0 +1,217 @@
+"""``fp8=`` under every engine: ranks compute what one process does, plans change nothing, wrong settings are told."""
+
+import functools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from liger_ops.fp8.weights import Float8Weight
+from lightning_liger import (
+    FabricLigerDDPStrategy,
+    FabricLigerFSDPStrategy,
+    FabricLigerModelParallelStrategy,
+    FabricLigerSingleDeviceStrategy,
+    Float8Recipe,
+    LigerCallback,
+    LigerDDPStrategy,
+    LigerFSDPStrategy,
+    LigerModelParallelStrategy,
+    LigerPrecisionPlugin,
+    LigerSingleDeviceStrategy,
+    apply_liger_kernels,
+)
+from lightning_liger.patching.float8 import fp8_share
+from lightning_liger.strategies.registration import REGISTRATIONS
+from tests.lightning_liger.strategies.workers.distributed import (
+    LM,
+    NUM_RANKS,
+    Losses,
+    make_batches,
+    make_trainer,
+)
+from tests.lightning_liger.strategies.workers.trainings import (
+    fit,
+    fit_with_fabric,
+    freeze,
+    loss_of_labels,
+    rank_main,
+    reference_training,
+    with_adapters,
+)
+from tests.lightning_liger.tiny import quiet_trainer, tiny_llama
+
+EVERY = Float8Recipe(filter=["*"], min_tokens=1)
+GATHERED = Float8Recipe(filter=["*"], min_tokens=1, all_gather=True)
+NUM_BATCHES = 4
+
+
+def build(change: str = "whole") -> nn.Module:
+    """A model whose linear layers all have float8 products; with adapters, or a part frozen."""
+    model = tiny_llama(use_cache=False).train()
+    if change == "lora":
+        return with_adapters("q_proj", "v_proj", "down_proj", model=model)
+    return freeze(model, "mlp", "k_proj") if change == "mixed" else model
+
+
+RUNS: dict[str, tuple[Any, str]] = {
+    "ddp": (partial(LigerDDPStrategy, fp8=EVERY), "whole"),
+    "ddp-lora": (partial(LigerDDPStrategy, fp8=EVERY), "lora"),
+    "fsdp": (partial(LigerFSDPStrategy, fp8=EVERY), "whole"),
+    "fsdp-recomputed": (partial(LigerFSDPStrategy, fp8=EVERY, activation_checkpointing="full"), "whole"),
+    "fsdp-mixed": (partial(LigerFSDPStrategy, fp8=EVERY), "mixed"),
+    "fsdp2": (partial(LigerModelParallelStrategy, fp8=EVERY), "whole"),
+    "fsdp2-gathered": (partial(LigerModelParallelStrategy, fp8=GATHERED), "whole"),
+    "fsdp2-gathered-recomputed": (
+        partial(LigerModelParallelStrategy, fp8=GATHERED, activation_checkpointing="full"),
+        "mixed",
+    ),
+    # Layers of a group are not gathered together.
+    "fsdp2-each-linear": (partial(LigerModelParallelStrategy, fp8=EVERY, auto_wrap_policy=["Linear"]), "whole"),
+}
+FABRIC_RUNS = {
+    "fabric-ddp": partial(FabricLigerDDPStrategy, fp8=EVERY),
+    "fabric-fsdp": partial(FabricLigerFSDPStrategy, fp8=EVERY),
+    "fabric-fsdp2": partial(FabricLigerModelParallelStrategy, fp8=GATHERED),
+}
+
+
+class Model(LM):
+    def __init__(self, change: str = "whole") -> None:
+        super().__init__(build=lambda module: build(change))
+
+
+def results(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    batches = make_batches(run["rank"], NUM_BATCHES)
+    found = {}
+    for name, (strategy, change) in RUNS.items():
+        module = Model(change)
+        found[name] = fit(run, strategy, module, batches, gradient_clip_val=1e6)
+        found[name]["share"] = fp8_share(module)  # of what a rank computed itself
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in module.state_dict().values()]
+        found[name]["classes"] = {type(each) for each in local}
+    for name, strategy in FABRIC_RUNS.items():
+        model = build()
+        found[name] = fit_with_fabric(run, strategy, model, batches, loss_of_labels)
+        found[name]["share"] = fp8_share(model)
+    return found
+
+
+@functools.cache
+def reference_of(change: str, device: str, per_token: bool) -> Any:
+    model = build(change).to(device)
+    # Frozen weights that are held in float8 have the values that products round them to.
+    apply_liger_kernels(model, fp8=EVERY)
+    batches = [make_batches(rank, NUM_BATCHES) for rank in range(NUM_RANKS)]
+    return reference_training(model, batches, device, per_token=per_token)
+
+
+@pytest.mark.parametrize("name", [*RUNS, *FABRIC_RUNS])
+def test_ranks_train_as_one_process(ranks: Any, name: str) -> None:
+    """Scales belong to tokens and channels, so the first loss is the same; later a rounding may fall the other way."""
+    reference = reference_of(RUNS.get(name, ("", "whole"))[1], ranks.device, name in RUNS)
+    for rank, run in enumerate(ranks.of(name)):
+        torch.testing.assert_close(run["losses"][0], reference.losses[rank][0], rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(run["losses"], reference.losses[rank], rtol=1e-2, atol=0.0)
+        assert run["share"] == 1.0
+        if name in RUNS:
+            assert run["classes"] == {Tensor}  # in checkpoints
+            torch.testing.assert_close(run["norms"][0], reference.norms[0], rtol=1e-2, atol=0.0)
+
+
+def run_single(tmp_path: Path, strategy: Any, *callbacks: L.Callback, **options: Any) -> list[float]:
+    recorder = Losses()
+    trainer = make_trainer(recorder, *callbacks, root=tmp_path, strategy=strategy, **options)
+    trainer.fit(Model(), DataLoader(make_batches(0, NUM_BATCHES), batch_size=None))
+    return recorder.losses
+
+
+@pytest.mark.parametrize("save", ["auto", "fp8"])
+def test_plans_change_no_bit(tmp_path: Path, save: Any) -> None:
+    recipe = Float8Recipe(filter=["*"], min_tokens=1, save=save)
+    expected = run_single(tmp_path, LigerSingleDeviceStrategy(fp8=recipe))
+    for plan in ("none", "full", 1):
+        strategy = LigerSingleDeviceStrategy(fp8=recipe, activation_checkpointing=plan)
+        assert run_single(tmp_path, strategy) == expected
+    assert run_single(tmp_path, LigerSingleDeviceStrategy()) != expected
+
+
+def test_ways_to_ask_for_it_are_the_same(tmp_path: Path) -> None:
+    expected = run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY))
+    assert run_single(tmp_path, "auto", LigerCallback(fp8=EVERY)) == expected
+    for strategy, plugin in (("liger", LigerPrecisionPlugin(fp8=EVERY)), ("auto", LigerPrecisionPlugin(fp8=EVERY))):
+        assert run_single(tmp_path, strategy, plugins=plugin) == expected
+
+
+def test_a_resumed_run_repeats_the_rest_bit_for_bit_and_checkpoints_are_the_stock_models(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    expected = run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY), saving, enable_checkpointing=True)
+    path = tmp_path / "step=2.ckpt"
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    Model().build(None).load_state_dict({name.removeprefix("model."): each for name, each in saved.items()})
+    recorder = Losses()
+    trainer = make_trainer(recorder, root=tmp_path, strategy=LigerSingleDeviceStrategy(fp8=EVERY))
+    trainer.fit(Model(), DataLoader(make_batches(0, NUM_BATCHES), batch_size=None), ckpt_path=path)
+    assert recorder.losses == expected[2:]
+    recorder = Losses()  # without float8 from there on
+    trainer = make_trainer(recorder, root=tmp_path, strategy="liger")
+    trainer.fit(Model(), DataLoader(make_batches(0, NUM_BATCHES), batch_size=None), ckpt_path=path)
+    torch.testing.assert_close(recorder.losses, expected[2:], rtol=0.02, atol=0.0)
+
+
+def test_engines_hold_frozen_weights_in_float8_where_they_do_not_shard_them(tmp_path: Path) -> None:
+    for strategy, is_held in ((LigerSingleDeviceStrategy, True), (LigerFSDPStrategy, False)):
+        module = Model("lora")
+        trainer = make_trainer(root=tmp_path, strategy=strategy(fp8=EVERY), accelerator="cpu", devices=1)
+        trainer.fit(module, DataLoader(make_batches(0, 1), batch_size=None))
+        held = [isinstance(each, Float8Weight) for each in module.model.parameters() if not each.requires_grad]
+        assert any(held) == is_held
+    own = Float8Recipe(filter=["*"], min_tokens=1, hold_frozen=False)
+    module = Model("lora")
+    make_trainer(root=tmp_path, strategy=LigerSingleDeviceStrategy(fp8=own), max_steps=1).fit(
+        module, DataLoader(make_batches(0, 1), batch_size=None)
+    )
+    assert not any(isinstance(each, Float8Weight) for each in module.model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["16-true", "64-true"])
+@pytest.mark.parametrize("strategy", [LigerSingleDeviceStrategy, FabricLigerSingleDeviceStrategy])
+def test_precisions_without_float8_are_refused_before_training(precision: Any, strategy: Any) -> None:
+    error = f"fp8 needs precision 'bf16-true', 'bf16-mixed' or '32-true', got '{precision}'"
+    with pytest.raises(ValueError, match=error):
+        if strategy is FabricLigerSingleDeviceStrategy:
+            fabric = L.Fabric(strategy=strategy(fp8=True), accelerator="cpu", devices=1, precision=precision)
+            fabric.setup_module(build())
+        else:
+            trainer = quiet_trainer(strategy=strategy(fp8=True), precision=precision, max_steps=1)
+            trainer.fit(Model(), DataLoader(make_batches(0, 1), batch_size=None))
+
+
+def test_mixed_precision_trains_in_float8(tmp_path: Path) -> None:
+    losses = run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY), precision="bf16-mixed")
+    assert losses != run_single(tmp_path, LigerSingleDeviceStrategy(), precision="bf16-mixed")
+    torch.testing.assert_close(losses, run_single(tmp_path, "liger"), rtol=0.03, atol=0.0)
+
+
+def test_names_and_yaml(made_by_yaml: Any) -> None:
+    registered = {each.name: each for each in REGISTRATIONS}
+    for name in ("liger", "liger_ddp", "liger_fsdp", "liger_model_parallel"):
+        with_float8 = registered[f"{name}_fp8"]
+        assert (with_float8.trainer, with_float8.options) == (registered[name].trainer, {"fp8": "auto"})
+    recipe = {"class_path": "lightning_liger.Float8Recipe", "init_args": {"min_tokens": 5, "skip_layers": [1, 1]}}
+    for given, expected in (("rowwise_with_gw_hp", "rowwise_with_gw_hp"), (True, True)):
+        strategy = {"class_path": "lightning_liger.LigerFSDPStrategy", "init_args": {"fp8": given}}
+        assert made_by_yaml(strategy).fp8 == expected
+    strategy = {"class_path": "lightning_liger.LigerFSDPStrategy", "init_args": {"fp8": recipe}}
+    assert made_by_yaml(strategy).fp8 == Float8Recipe(min_tokens=5, skip_layers=(1, 1))
+
+
+if __name__ == "__main__":
+    rank_main(results)
