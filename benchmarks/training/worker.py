@@ -28,6 +28,7 @@ from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.medusa_heads import COEFFICIENT, DECAY, HEAD_LOSSES, medusa_loss
 from liger_ops.optim import AdamW
 from lightning_liger import (
+    Float8Recipe,
     LigerDDPStrategy,
     LigerDeepSpeedStrategy,
     LigerFSDPStrategy,
@@ -40,6 +41,7 @@ from lightning_liger import (
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.data import TextDataModule
 from lightning_liger.estimate.states import PRECISIONS
+from lightning_liger.patching.float8 import fp8_share
 from lightning_liger.training.lora import add_adapters
 
 GIB = 2**30
@@ -70,8 +72,6 @@ def make_strategy(job: Job, device: torch.device) -> Strategy:
     arm, single = job.parsed_arm, job.devices == 1
     arguments = arm.strategy_arguments if arm.is_ours else {}
     if arm.implementation in FLOAT8:
-        from lightning_liger import Float8Recipe
-
         settings = FLOAT8[arm.implementation] | (_EVERY_LINEAR if job.every_linear_fp8 else {})
         arguments["fp8"] = Float8Recipe(**settings) if settings else "auto"
     if job.strategy:
@@ -341,18 +341,11 @@ class Meter(L.Callback):
             loss=losses[-1],
             losses=losses,
             idle_share=None if self._trace is None else self._trace.idle_share(),
-            fp8_share=self._fp8_share(pl_module),
+            fp8_share=fp8_share(pl_module),
             held_out_loss=self._held_out_loss(trainer, pl_module.model),
             seconds=time.perf_counter() - self._start,
             **memory,
         )
-
-    def _fp8_share(self, module: nn.Module) -> float | None:
-        if self.job.parsed_arm.implementation not in FLOAT8:
-            return None
-        from lightning_liger.patching.float8 import fp8_share
-
-        return fp8_share(module)
 
     def _held_out_loss(self, trainer: L.Trainer, model: nn.Module) -> float | None:
         """The mean loss of evaluation over rows of text that was held out."""

@@ -29,6 +29,7 @@ def run_inspect(
     precision: PrecisionName = "bf16-true",
     optimizer: OptimizerName = "adamw",
     memory_budget: float | str | None = None,
+    fp8: bool = False,
     gpu: GpuName | None = None,
     json: bool = False,
 ) -> int:
@@ -48,6 +49,7 @@ def run_inspect(
         optimizer: adamw is PyTorch's with fused=True, adamw_foreach its default.
         memory_budget: For the plan of layers, as strategies take it: GiB above 1, or a share of the GPU up to 1 or
             auto, which need --gpu.
+        fp8: Whether linear layers run in float8 with our strategies.
         gpu: What has to fit; also sets memory_budget to auto.
         json: Print JSON, with the keys that docs/inspect.md lists.
 
@@ -56,7 +58,7 @@ def run_inspect(
     """
     found = inspect_model(
         model, config=config, lora=lora, batch_size=batch_size, seq_len=seq_len, num_gpus=num_gpus, strategy=strategy,
-        precision=precision, optimizer=optimizer, memory_budget=memory_budget, gpu=gpu,
+        precision=precision, optimizer=optimizer, memory_budget=memory_budget, fp8=fp8, gpu=gpu,
     )  # fmt: skip
     if json:
         print(json_format.dumps(found.as_dict(), indent=2))
@@ -76,7 +78,10 @@ def show(found: Inspection, console: Console) -> None:
     parameters = f"{found.model_type}, {_count(found.num_parameters)} parameters{trained}"
     console.print(f"[bold]{escape(found.model)}[/bold] ({parameters})", highlight=False)
     tokens = f"{settings.batch_size} x {settings.seq_len:,} tokens on each GPU"
-    console.print(f"{tokens}, {where}, {settings.precision}, {settings.optimizer}\n", highlight=False)
+    console.print(
+        f"{tokens}, {where}, {settings.precision}{', float8' if settings.fp8 else ''}, {settings.optimizer}\n",
+        highlight=False,
+    )
     console.print(found.kernels, "")
     texts = []
     if found.unknown is None:

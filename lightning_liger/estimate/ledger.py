@@ -26,6 +26,7 @@ _FLASH_MAX_HEAD_DIM = 256
 _FLASH_ROWS, _EFFICIENT_ROWS = 128, 32
 """The numbers of queries that sums of attention are padded to a multiple of."""
 _SECONDS_PER_FLOP = 1e-15
+_FLOAT8_PRODUCT = torch.ops.aten._scaled_mm.default
 
 
 class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
@@ -39,7 +40,7 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
         owner: Who owns the tensors that are made next.
         most: The most bytes that each owner had.
         peaks: The bytes of each owner at each peak that was reset.
-        flops: Floating-point operations so far.
+        flops: Floating-point operations so far, of products in float8 half.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Ledger(torch.utils._python_dispatch.TorchDispatchMode):
             return args[0]  # in place, for the graph ends with this backward
         result = func(*args, **kwargs)
         if formula := flop_registry.get(func.overloadpacket):
-            self.flops += formula(*args, **kwargs, out_val=result)
+            self.flops += formula(*args, **kwargs, out_val=result) // (2 if func is _FLOAT8_PRODUCT else 1)
         is_layout = any(id(each.untyped_storage()) in self._layouts for each in tensors_in(args))
         for tensor in tensors_in(result):
             if is_layout:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from liger_ops.arguments import check_integer, check_number, wrong_value
+from liger_ops.arguments import check_bool, check_integer, check_number, wrong_value
 from lightning_liger.activations.layers import Mode, find_layers
 from lightning_liger.activations.plan import choose
 from lightning_liger.activations.planner import MARGIN, Budget
@@ -43,6 +43,7 @@ class Settings:
     precision: str
     optimizer: str
     memory_budget: float | str | None
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def inspect_model(
     precision: str = "bf16-true",
     optimizer: str = "adamw",
     memory_budget: float | str | None = None,
+    fp8: bool = False,
     gpu: str | None = None,
 ) -> Inspection:
     """What is replaced in a model and what training it takes on each GPU. Needs no GPU, no weights and no network.
@@ -170,6 +172,7 @@ def inspect_model(
         optimizer: A name in :data:`~lightning_liger.estimate.states.OPTIMIZERS`.
         memory_budget: As strategies take it: GiB above 1, or a share of the GPU up to 1 or ``"auto"``, which need
             ``gpu``. With ``gpu`` it is ``"auto"`` by default.
+        fp8: Whether linear layers run in float8 with our strategies.
         gpu: A key of :data:`lightning_liger.hardware.GPUS`, such as ``"h100-80gb"``.
 
     Raises:
@@ -180,13 +183,14 @@ def inspect_model(
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("num_gpus", num_gpus)):
         check_integer(name, value, at_least=1)
+    check_bool("fp8", fp8)
     strategy = ("single" if num_gpus == 1 else "fsdp") if strategy is None else strategy
     check_choices(strategy, num_gpus, precision, optimizer)
     found = None if gpu is None else get_gpu(gpu)
     if found is not None and memory_budget is None:
         memory_budget = "auto"
     budget, limit = _limit(memory_budget, found), None if found is None else _limit("auto", found)
-    settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget)
+    settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget, fp8)
     found_config, dtype = find_config(model, config), PRECISIONS[precision].compute
     built, plain = (make_model(found_config, dtype, lora) for _ in range(2))
     states = states_of(built, strategy, num_gpus, precision, optimizer)
@@ -196,7 +200,7 @@ def inspect_model(
         num_parameters=sum(each.numel() for each in built.parameters()),
         num_trained=sum(each.numel() for each in built.parameters() if each.requires_grad),
         settings=settings,
-        kernels=apply_liger_kernels(built),
+        kernels=apply_liger_kernels(built, fp8=fp8 or None),
         state_bytes=states.totals(built),
         gpu=found,
         limit_bytes=limit,

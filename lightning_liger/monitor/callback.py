@@ -24,9 +24,10 @@ from lightning_liger.hardware import find_gpu, measure_matmul_flops
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor.batches import COUNTED, LENGTH_EDGES, BatchCounter, Part, contents_of
 from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak_memory, readable_bytes
-from lightning_liger.monitor.flops import ModelFlops, model_flops
+from lightning_liger.monitor.flops import ModelFlops, float8_flops, model_flops
 from lightning_liger.monitor.gradients import gradient_norm, joined_norm
 from lightning_liger.monitor.page import page, short, table
+from lightning_liger.patching.float8 import converted_layers
 
 _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
@@ -66,7 +67,9 @@ class LigerMonitor(L.Callback):
     - ``tokens_per_second`` and ``tokens_per_second_per_device``, those of padding included, or ``rows_per_second`` of
       batches without tokens; ``step_seconds``
     - ``model_flops_utilization``: the share of the device's peak rate (:mod:`lightning_liger.hardware`, or measured) at
-      which the FLOPs of the model are done; see :mod:`lightning_liger.monitor.flops` for the convention
+      which the FLOPs of the model are done; see :mod:`lightning_liger.monitor.flops` for the convention. Those of
+      products in float8 count against the peak in float8
+    - ``fp8_share`` of the FLOPs of linear layers that are converted to float8, which ran in it
     - ``data_wait_share`` of the time, during which the host waited for a batch
     - ``memory_peak_gib`` and ``memory_reserved_gib`` of the process of rank 0
     - ``gradient_norm`` of the last step, before clipping
@@ -113,7 +116,8 @@ class LigerMonitor(L.Callback):
         """What was logged, with ``step`` and, where there is one, ``loss``."""
         self._totals = Totals(int)
         self._flops: ModelFlops | None = None
-        self._peak_flops = 0.0
+        self._peak_flops = self._float8_peak_flops = 0.0
+        self._converted: list[Any] = []
         self._shown: dict[str, str] = {}
         self._open: deque[_Lap] = deque()
         self._counter: BatchCounter | None = None
@@ -162,7 +166,8 @@ class LigerMonitor(L.Callback):
         self._batch: tuple[int, list[Part]] = 0, []
         self._is_interrupted = self._has_counts = False
         self._flops = self._flops or model_flops(pl_module)  # on all ranks, whose pairs are summed up
-        self._device_name, self._peak_flops = _device(trainer)
+        self._device_name, self._peak_flops, self._float8_peak_flops = _device(trainer)
+        self._converted = converted_layers(pl_module)
         self._counter = BatchCounter(device, [window for _, window in self._flops.attention])
         self._fetches = FetchTimer(untyped.profiler)
         bar: Any = trainer.progress_bar_callback
@@ -259,7 +264,10 @@ class LigerMonitor(L.Callback):
         if totals["seconds"]:
             totals |= {f"timed_{name}": totals[name] for name in ("steps", "tokens", "rows")}
             totals["wait_seconds"] = waited / trainer.world_size  # of a rank
-            totals["flops"] = self._flops.for_pairs(totals["tokens"], pairs)
+            in_float8 = totals["tokens"] * float8_flops(self._converted)
+            # As many as the device does in the same time outside of float8.
+            saved = in_float8 * (1 - self._peak_flops / self._float8_peak_flops)
+            totals["flops"] = self._flops.for_pairs(totals["tokens"], pairs) - saved
         for name, value in totals.items():
             before = self._totals[name]
             self._totals[name] = max(before, value) if name.endswith("memory") else before + value
@@ -291,11 +299,13 @@ class LigerMonitor(L.Callback):
         """The numbers of some laps by the names under which they are logged."""
         unit, seconds = "tokens" if totals["tokens"] else "rows", totals["seconds"]
         flops = self._peak_flops if totals["tokens"] and totals["flops"] else 0
+        in_float8, others = (sum(each.num_products[index] for each in self._converted) for index in (0, 1))
         shares = {  # numerator and denominator, without which a number is left out
             f"{unit}_per_second": (totals[f"timed_{unit}"], seconds),
             f"{unit}_per_second_per_device": (totals[f"timed_{unit}"], seconds * world_size),
             "step_seconds": (seconds, totals["timed_steps"]),
             "model_flops_utilization": (totals["flops"], seconds * world_size * flops),
+            "fp8_share": (in_float8, in_float8 + others),
             "data_wait_share": (min(seconds, totals["wait_seconds"]), seconds),
             "memory_peak_gib": (totals["peak_memory"], 2**30),
             "memory_reserved_gib": (totals["reserved_memory"], 2**30 if totals["reserved_memory"] else 0),
@@ -399,9 +409,12 @@ class LigerMonitor(L.Callback):
         if norms := [point["gradient_norm"] for point in self.points if "gradient_norm" in point]:
             yield "Gradient norm", f"{norms[-1]:.4g} at the end, {max(norms):.4g} at most"
         peak_format = f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s"
+        if self._converted:
+            peak_format += f", of {self._float8_peak_flops / 1e12:,.4g} TFLOP/s in float8"
         for name, title, text in (
             ("step_seconds", "Time of a step", "{:,.4g} s"),
             ("model_flops_utilization", "Model FLOPs utilization", peak_format),
+            ("fp8_share", "Linear layers in float8", "{:.1%} of their FLOPs"),
             ("data_wait_share", "Waiting for data", "{:.1%} of the time"),
             ("padding_share", "Padding", "{:.1%} of the tokens"),
             ("ignored_share", "Ignored labels", "{:.1%} of the labels"),
@@ -443,20 +456,25 @@ def after_configure_model(module: L.LightningModule, call: Callable[[], None]) -
         module.configure_model = configure_and_call  # type: ignore[method-assign]  # of this instance only
 
 
-def _device(trainer: L.Trainer) -> tuple[str, float]:
-    """The name of the device of rank 0 and its peak rate in FLOP/s, measured if it is not in the table."""
+def _device(trainer: L.Trainer) -> tuple[str, float, float]:
+    """The name of the device of rank 0 and its peak rates in FLOP/s, the second one in float8.
+
+    A device that is not in the table is measured, and has one rate for both.
+    """
     if not trainer.is_global_zero:
-        return "", 1.0
+        return "", 1.0, 1.0
     device, precision = trainer.strategy.root_device, str(trainer.precision)
     # That of the weights under 32-true: they may have been loaded in 16 bits.
     parameters = [each for each in trainer.lightning_module.parameters() if each.is_floating_point()]
     largest = max(parameters, key=lambda each: 0 if is_lazy(each) else each.numel(), default=torch.zeros(()))
     dtype = next((dtype for key, dtype in _DTYPES.items() if precision.startswith(key)), largest.dtype)
     if device.type != "cuda":
-        return f"{device.type} process", measure_matmul_flops(device, dtype)
+        rate = measure_matmul_flops(device, dtype)
+        return f"{device.type} process", rate, rate
     properties = torch.cuda.get_device_properties(device)
     gpu = find_gpu(properties.name, properties.total_memory) if dtype != torch.float64 else None
-    return (gpu.name, gpu.peak_flops(dtype)) if gpu else (properties.name, measure_matmul_flops(device, dtype))
+    rate = gpu.peak_flops(dtype) if gpu else measure_matmul_flops(device, dtype)
+    return (gpu.name, rate, gpu.float8_flops or rate) if gpu else (properties.name, rate, rate)
 
 
 def _loss(trainer: L.Trainer, outputs: Any) -> Tensor | None:

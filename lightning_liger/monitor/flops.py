@@ -109,6 +109,18 @@ def model_flops(model: nn.Module) -> ModelFlops:
     return _count_weights(structure)
 
 
+def float8_flops(converted: Iterable[Any]) -> float:
+    """The FLOPs of a token, forward and backward, that ran in float8 in what ``converted_layers`` found."""
+    flops = 0.0
+    for layers in converted:
+        in_float8, others = layers.num_products
+        for member in layers.members if in_float8 else ():
+            num_products = 2 + (member.weight.requires_grad and not layers.recipe.high_precision_wgrad)
+            share = in_float8 / (in_float8 + others)
+            flops += 2 * member.out_features * member.in_features * num_products * share
+    return flops
+
+
 # By running a copy
 
 

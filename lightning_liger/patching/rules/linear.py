@@ -45,7 +45,7 @@ class Float8Layers:
         self.recipe = recipe
         self.members = list(members)
         self.num_products = [0, 0]
-        """Products of one token and one weight in float8, and in other dtypes."""
+        """Products of one token and one weight in float8, and in other dtypes by modules in training mode."""
         self._shares = len(members) > 1
         self._lock = threading.RLock()
         self._waiting: tuple[Any, Hashable, dict[int, Tensor]] | None = None
@@ -83,7 +83,7 @@ class Float8Layers:
 
     def __call__(self, member: nn.Linear, x: Tensor, original: type[nn.Linear]) -> Tensor:
         if not self.applies_to(x, [member]):
-            if not torch.compiler.is_compiling():
+            if member.training and not torch.compiler.is_compiling():
                 self.count(x, [member], False)
             return original.forward(member, x)
         if torch.compiler.is_compiling():

@@ -12,16 +12,18 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerMonitor
+from lightning_liger import Float8Recipe, LigerMonitor, LigerSingleDeviceStrategy
 from lightning_liger.hardware import GPUS
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor import callback as callback_module
 from lightning_liger.monitor import clock as clock_module
 from lightning_liger.monitor.gradients import gradient_norm
 from tests.lightning_liger.strategies.workers.distributed import LM, make_batches, make_loader, make_trainer
+from tests.lightning_liger.tiny import tiny_llama
 
 TOKENS, NUM_BATCHES = 26, 8
 PEAK = 1e12
@@ -110,6 +112,22 @@ def test_numbers_are_exact_in_loggers_results_bar_and_page(tmp_path, clock, caps
     for text in ("Model FLOPs utilization", "Waiting for data", "Gradient norm", "Ignored labels"):
         assert text in page
         assert text in printed
+
+
+def test_products_in_float8_count_against_their_own_peak(tmp_path, clock, monkeypatch, capsys):
+    monkeypatch.setattr(callback_module, "_device", lambda trainer: ("GPU", PEAK, 2 * PEAK))
+    monitor, module = LigerMonitor(skip_steps=0), LM(build=lambda module: tiny_llama(use_cache=False))
+    strategy = LigerSingleDeviceStrategy(fp8=Float8Recipe(filter=["*"], min_tokens=1))
+    trainer = make_trainer(clock, monitor, root=tmp_path, strategy=strategy)
+    trainer.fit(module, clock.loader(), make_loader(1, 1))  # validation is not in float8, and does not count
+    layers = [each for name, each in module.named_modules() if isinstance(each, nn.Linear) and "lm_head" not in name]
+    in_float8 = 6 * TOKENS * sum(layer.weight.numel() for layer in layers)
+    flops = monitor._flops.of(TOKENS, [(13, 2)])
+    assert 0 < in_float8 < flops
+    utilization = ((flops - in_float8) / PEAK + in_float8 / (2 * PEAK)) / monitor.results["step_seconds"]
+    assert monitor.results["model_flops_utilization"] == pytest.approx(utilization)
+    assert monitor.results["fp8_share"] == monitor.points[-1]["fp8_share"] == 1.0
+    assert "of 1 TFLOP/s, of 2 TFLOP/s in float8" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_operator_runs_between_two_times(tmp_path, clock, monkeypatch):
@@ -244,12 +262,17 @@ def test_device_is_known_or_measured(monkeypatch):
     gpu, name_of_h100 = GPUS["h100-80gb"], "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(callback_module, "measure_matmul_flops", lambda device, dtype: (device.type, dtype))
     for name, precision, module, expected in (
-        (name_of_h100, "bf16-mixed", Unusual(), (gpu.name, gpu.bfloat16_flops)),
-        (name_of_h100, "64-true", Unusual(), (name_of_h100, ("cuda", torch.float64))),
-        (name_of_h100, "32-true", Unusual(), (gpu.name, gpu.float32_flops)),
-        (name_of_h100, "32-true", Unusual().bfloat16(), (gpu.name, gpu.bfloat16_flops)),  # whose weights stay so
-        ("Another GPU", "16-true", Unusual(), ("Another GPU", ("cuda", torch.float16))),
-        ("", "32-true", LM(), ("cpu process", ("cpu", torch.float32))),
+        (name_of_h100, "bf16-mixed", Unusual(), (gpu.name, gpu.bfloat16_flops, gpu.float8_flops)),
+        (name_of_h100, "64-true", Unusual(), (name_of_h100, *[("cuda", torch.float64)] * 2)),
+        (name_of_h100, "32-true", Unusual(), (gpu.name, gpu.float32_flops, gpu.float8_flops)),
+        (
+            name_of_h100,
+            "32-true",
+            Unusual().bfloat16(),
+            (gpu.name, gpu.bfloat16_flops, gpu.float8_flops),
+        ),  # which stays
+        ("Another GPU", "16-true", Unusual(), ("Another GPU", *[("cuda", torch.float16)] * 2)),
+        ("", "32-true", LM(), ("cpu process", *[("cpu", torch.float32)] * 2)),
     ):
         properties = SimpleNamespace(name=name, total_memory=gpu.memory_bytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
