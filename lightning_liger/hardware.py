@@ -6,6 +6,8 @@ The rates are those of the vendors' data sheets, dense (without structured spars
   V100; the architecture white papers of GA102, AD102 and Blackwell for RTX cards, with FP32 accumulation.
 - AMD: the data sheets of Instinct MI250X (one of its two dies, which is one device), MI300X, MI325X and MI355X.
 
+In all of them the rate in float8 is twice that in 16 bits, where there are tensor cores for it (L40S: 1% more).
+
 ``memory_bytes`` is what torch reports as total, which is less than the name says and differs by some 0.1 GiB between
 drivers.
 """
@@ -50,9 +52,13 @@ class Gpu:
     """Dense peak of float32 matrix products in FLOP/s: TF32 where there are tensor cores for it, else plain float32."""
     memory_bandwidth: float
     """In bytes/s."""
+    float8_flops: float | None = None
+    """Dense peak of float8 matrix products in FLOP/s, None without tensor cores for it."""
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """The dense peak in FLOP/s of matrix products in ``dtype``."""
+        if dtype.itemsize == 1 and self.float8_flops:
+            return self.float8_flops
         return self.bfloat16_flops if dtype.itemsize <= 2 else self.float32_flops
 
 
@@ -98,8 +104,17 @@ _TABLE: tuple[tuple[str, str, str, float, float, float, float], ...] = (
     ("mi355x-288gb", r"mi355x", "AMD Instinct MI355X 288GB", 288.0, 2516.6, 157.3, 8.0),
 )
 
+_WITHOUT_FLOAT8 = ("a100", "a800", "a40", "a30", "a10", "t4", "v100", "rtx3090", "rtxa6000", "mi250x")
+
 GPUS: dict[str, Gpu] = {
-    key: Gpu(name, int(memory * 2**30), half * 1e12, single * 1e12, bandwidth * 1e12)
+    key: Gpu(
+        name=name,
+        memory_bytes=int(memory * 2**30),
+        bfloat16_flops=half * 1e12,
+        float32_flops=single * 1e12,
+        memory_bandwidth=bandwidth * 1e12,
+        float8_flops=None if key.startswith(_WITHOUT_FLOAT8) else 2 * half * 1e12,
+    )
     for key, _, name, memory, half, single, bandwidth in _TABLE
 }
 """The known GPUs by their keys, such as ``"h100-80gb"``."""

@@ -1,5 +1,7 @@
 """Self-checks of the public ops: forward and backward against plain PyTorch in float64, on this machine.
 
+Those of float8 compare each kind of product with the one that a CPU emulates in float32: only rounding differs.
+
 ``python -m liger_ops.self_check [--device cuda:0] [op ...]`` prints lines of JSON, one for each op and GPU. Sizes are
 small: a GPU spends its time in compiling kernels, which Triton caches on disk. Needs torch and Triton only.
 """
@@ -10,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_ops
+from liger_ops.fp8.gated_mlp import scaled_gated_mlp
+from liger_ops.fp8.linear import scaled_linear
+from liger_ops.fp8.products import unsupported
 
 _EPS = 1e-5
 
@@ -47,12 +52,13 @@ class Result:
     op: str
     device: str
     dtype: str
-    path: str  # "triton" or "pytorch", the reference that ops run elsewhere
+    path: str  # "triton", "pytorch", the reference that ops run elsewhere, or "emulated", of float8 on CPUs
     error: float  # largest difference from float64, where it is the largest part of what is allowed; NaN without result
     allowed: float
     seconds: float  # with the compilation of kernels
     message: str = ""  # what is wrong; empty if nothing is
     is_error: bool = False  # whether the op raised an error
+    is_unsupported: bool = False  # whether the device cannot run it, for the reason in message
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -237,7 +243,34 @@ CASES = {
     "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),
 }
 """A case of each op with its usual options, by the op's name."""
-NAMES = tuple(CASES)
+
+
+def _float8_linear(device: torch.device) -> list[Tensor]:
+    """The output of two linear layers in float8, and the gradients of input and weights, of an odd number of tokens."""
+    x, *weights = _float8_leaves(device, (61, 64), (48, 64), (32, 64))
+    output = torch.cat(scaled_linear(x, weights), dim=1)
+    grad_x, *grads = torch.autograd.grad(output, [x, *weights], torch.randn(61, 80).to(output))
+    return [output, grad_x, torch.cat(grads)]
+
+
+def _float8_gated_mlp(device: torch.device) -> list[Tensor]:
+    x, *weights = leaves = _float8_leaves(device, (61, 64), (96, 64), (96, 64), (64, 96))
+    output = scaled_gated_mlp(x, weights[:2], weights[2])
+    return [output, *torch.autograd.grad(output, leaves, torch.randn(61, 64).to(output))]
+
+
+def _float8_leaves(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
+
+
+FLOAT8: dict[str, tuple[Callable[[torch.device], list[Tensor]], slice, int]] = {
+    "float8_fprop": (_float8_linear, slice(0, 1), 2),
+    "float8_dgrad": (_float8_linear, slice(1, 2), 2),
+    "float8_wgrad": (_float8_linear, slice(2, 3), 2),
+    "float8_gated_mlp": (_float8_gated_mlp, slice(0, 5), 8),  # between products, roundings to float8 may differ
+}
+"""Checks of float8: a function, which of its results are compared, and the allowed error in roundings to bfloat16."""
+NAMES = (*CASES, *FLOAT8)
 """The ops that have a self-check, those first whose kernels compile for longest."""
 
 
@@ -248,16 +281,48 @@ def run_self_checks(
     device = torch.device(device)
     path = "triton" if liger_ops.backend.use_triton(torch.empty(1, device=device, dtype=dtype)) else "pytorch"
     for name in names:
+        if name in FLOAT8:
+            yield _check_float8(name, device)
+            continue
         start = time.perf_counter()
         error, allowed, is_error = float("nan"), float("nan"), False
         try:
             message, error, allowed = _compare(getattr(liger_ops, name), CASES[name], device, dtype)
         except Exception as raised:  # a row of the results: the other ops may be right
             is_error = True
-            message = f"{type(raised).__name__}: {next(iter(str(raised).strip().splitlines()), '')}"
+            message = _one_line(raised)
         seconds = time.perf_counter() - start
         kind = str(dtype).removeprefix("torch.")
         yield Result(name, str(device), kind, path, error, allowed, seconds, message, is_error)
+
+
+def _check_float8(name: str, device: torch.device) -> Result:
+    start, (function, chosen, roundings) = time.perf_counter(), FLOAT8[name]
+    found = Result(name, str(device), "bfloat16", "triton" if device.type == "cuda" else "emulated", 0.0, 0.0, 0.0)
+    if reason := unsupported(device):
+        return replace(found, message=reason, is_unsupported=True)
+
+    def run(device: torch.device) -> list[Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return function(device)[chosen]
+
+    try:
+        for ours, true in zip(run(device), run(torch.device("cpu")), strict=True):
+            allowed = roundings * torch.finfo(true.dtype).eps * true.abs().max().item()
+            error = (ours.cpu().float() - true.float()).abs().max().item()
+            message = "" if error <= allowed else f"it is wrong: error {error:.2e}, allowed {allowed:.2e}"  # also NaN
+            if message or error * found.allowed >= found.error * allowed:
+                found = replace(found, error=error, allowed=allowed, message=message)
+            if message:
+                break
+    except Exception as raised:  # a row of the results: the other ops may be right
+        found = replace(found, message=_one_line(raised), is_error=True)
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def _one_line(raised: Exception) -> str:
+    return f"{type(raised).__name__}: {next(iter(str(raised).strip().splitlines()), '')}"
 
 
 def _compare(op: Callable[..., Any], case: Case, device: torch.device, dtype: torch.dtype) -> tuple[str, float, float]:

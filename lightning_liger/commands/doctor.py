@@ -275,11 +275,14 @@ def _check_part(part: str, end: float) -> Iterator[Check]:
 def _describe(op: str, results: Sequence[dict[str, Any]]) -> Check:
     """The row of one op on all devices."""
     worst = max(results, key=lambda result: (bool(result["message"]), result["error"] / (result["allowed"] or 1.0)))
+    if worst["message"] and worst["is_unsupported"]:
+        return Check("Ops", op, "missing", worst["message"])
     if worst["message"]:
         hint = "report it with the output of lightning-liger doctor --json"
         detail = f"{worst['message']} ({worst['device']}, {worst['dtype']})"
         return Check("Ops", op, "wrong", detail, hint, is_broken=True)
-    path, devices = {"triton": "Triton"}.get(worst["path"], "PyTorch"), len({each["device"] for each in results})
+    path = {"triton": "Triton", "emulated": "emulated"}.get(worst["path"], "PyTorch")
+    devices = len({each["device"] for each in results})
     where = f"{path}, {worst['dtype']}" + (f", {devices} GPUs" if devices > 1 else "")
     return Check("Ops", op, "ok", f"{where}: error {worst['error']:.1e} of {worst['allowed']:.1e}")
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import liger_ops
-from liger_ops.self_check import NAMES, run_self_checks
+from liger_ops import self_check
+from liger_ops.fp8 import linear
+from liger_ops.self_check import CASES, FLOAT8, NAMES, run_self_checks
 
 
 def test_every_public_op_has_a_self_check() -> None:
-    assert set(NAMES) == {name for name in liger_ops.__all__ if inspect.isfunction(getattr(liger_ops, name))}
+    assert set(CASES) == {name for name in liger_ops.__all__ if inspect.isfunction(getattr(liger_ops, name))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -22,7 +24,8 @@ def test_all_ops_pass(device: str, dtype: torch.dtype) -> None:
     assert [result.op for result in results] == list(NAMES)
     assert [result for result in results if result.message] == []
     assert all(result.error <= result.allowed for result in results)
-    assert {result.path for result in results} == {"triton" if device == "cuda" else "pytorch"}
+    paths = {"triton"} if device == "cuda" else {"pytorch", "emulated"}
+    assert {result.path for result in results} == paths
 
 
 def test_kernels_pass(triton_device: torch.device) -> None:
@@ -62,3 +65,21 @@ def test_an_op_that_is_wrong_is_found_and_named(what: str, monkeypatch: pytest.M
         assert result.message.startswith(where.get(what, "gradient of argument 0 is wrong"))
         assert "\n" not in result.message
         assert not result.error <= result.allowed
+
+
+def test_float8_products_that_are_wrong_or_unsupported_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, calls = linear.scaled_product, []
+
+    def spoilt(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)  # the fourth is the gradient of the weights, after two outputs and that of the input
+        return product(*args, **kwargs) * (1.1 if len(calls) == 4 else 1.0)
+
+    monkeypatch.setattr(linear, "scaled_product", spoilt)
+    found = []
+    for name in FLOAT8:
+        calls.clear()
+        found += [(result.op, result.message[:11]) for result in run_self_checks([name]) if result.message]
+    assert found == [("float8_wgrad", "it is wrong")]
+    monkeypatch.setattr(self_check, "unsupported", lambda device: "too old")
+    (result,) = run_self_checks(["float8_fprop"])
+    assert (result.message, result.is_unsupported, result.is_error) == ("too old", True, False)

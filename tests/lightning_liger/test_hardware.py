@@ -37,7 +37,11 @@ def test_rates_are_dense_and_in_one_unit():
         assert 5e13 < gpu.bfloat16_flops < 3e15, key
         assert gpu.float32_flops < gpu.bfloat16_flops, key
         assert 1e11 < gpu.memory_bandwidth < 1e13, key
+        assert gpu.float8_flops in (None, 2 * gpu.bfloat16_flops), key
     h100 = get_gpu("H100-80GB")
+    assert h100.peak_flops(torch.float8_e4m3fn) == pytest.approx(1979e12, rel=1e-3)
+    a100 = get_gpu("a100-80gb")
+    assert (a100.float8_flops, a100.peak_flops(torch.float8_e4m3fn)) == (None, 312e12)
     assert (h100.peak_flops(torch.bfloat16), h100.peak_flops(torch.float32)) == (989.4e12, 494.7e12)
 
 

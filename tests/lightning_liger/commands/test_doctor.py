@@ -140,7 +140,12 @@ def test_processes_that_fail_crash_or_hang_say_so():
 
 def result(op, device="cuda:0", message="", is_error=False):
     measured = {"dtype": "bfloat16", "path": "triton", "error": 1e-3, "allowed": 4e-3, "seconds": 1.0}
-    return {"op": op, "device": device, "message": message, "is_error": is_error, **measured}
+    return {"op": op, "device": device, "message": message, "is_error": is_error, "is_unsupported": False, **measured}
+
+
+def test_an_op_that_the_gpu_cannot_run_is_missing_and_not_broken():
+    check = doctor._describe("float8_fprop", [result("float8_fprop", message="too old") | {"is_unsupported": True}])
+    assert check == Check("Ops", "float8_fprop", "missing", "too old")
 
 
 def test_ops_after_one_that_kills_the_process_are_checked_in_another(monkeypatch):
