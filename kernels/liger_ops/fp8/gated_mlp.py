@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating_tensors, wrong_value
-from liger_ops.fp8.linear import BeforeOutput, check_linear, weight_gradient
+from liger_ops.fp8.linear import DTYPES, BeforeOutput, check_linear, weight_gradient
 from liger_ops.fp8.products import DEFAULT_OPTIONS, MAX_FAST_ACCUM, MULTIPLE, Float8Options, scaled_product
 from liger_ops.fp8.rows import (
     E4M3,
@@ -357,9 +357,8 @@ class GatedMLPFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.num_weights = len(gate_up_weights)
         ctx.settings = activation, up_first, options
-        return scaled_product(h, payload, h_scale, scale, fast_accum=fast and width <= MAX_FAST_ACCUM, **settings).view(
-            *x.shape[:-1], -1
-        )
+        y = scaled_product(h, payload, h_scale, scale, fast_accum=fast and width <= MAX_FAST_ACCUM, **settings)
+        return y.view(*x.shape[:-1], down.shape[0])
 
     @staticmethod
     @backend.once_differentiable
@@ -440,8 +439,12 @@ def scaled_gated_mlp(
     for weight in gate_up:
         check_floating_tensors("x", x, gate_up=weight, optional=False)
         check_linear(x, weight)
+    if len({weight.shape[0] for weight in gate_up}) != 1 or len(gate_up) > 2:
+        raise wrong_value("gate_up", "one weight, or two of one shape", [tuple(weight.shape) for weight in gate_up])
+    if down.dtype not in DTYPES:
+        raise wrong_value("down", "of float32 or bfloat16, for float8 products", down)
     width = sum(weight.shape[0] for weight in gate_up)
-    if down.dim() != 2 or 2 * down.shape[1] != width or down.shape[0] % MULTIPLE or down.shape[1] % MULTIPLE:
+    if down.dim() != 2 or 2 * down.shape[1] != width or down.numel() == 0 or any(n % MULTIPLE for n in down.shape):
         raise wrong_value("down", f"[hidden_size, {width // 2}], both multiples of {MULTIPLE},", down)
     result: Tensor = GatedMLPFunction.apply(x, activation, up_first, options, before_output, down, *gate_up)
     return result
