@@ -36,7 +36,7 @@ from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import Float8Options, scaled_product, unsupported
 from liger_ops.fp8.rows import quantize_rows
 from liger_ops.fp8.transpose import align, transpose
-from liger_ops.fp8.weights import quantize_weights, transpose_weights
+from liger_ops.fp8.weights import joined, quantize_weights, transpose_weights
 
 BFLOAT16, FLOAT8, FAST = "bfloat16", "float8", "float8, fast accumulation"
 KINDS = ("fprop", "dgrad", "wgrad")
@@ -159,12 +159,13 @@ class Linear:
 def measure_linear(model: str, linear: str, tensors: Linear, timer: Timer) -> Iterator[Measurement]:
     """The products of linear layers that share an input, and what quantizes and transposes their operands."""
     x, g, weights, w = tensors.x, tensors.g, tensors.weights, torch.cat(tensors.weights)
-    (x_payload, x_scale), (w_payload, w_scale) = quantize_rows(x), quantize_weights(weights)
-    g_payload, g_scale = quantize_rows(g, w_scale)
-    x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=False)
+    (x_payload, x_scale), (w_payloads, w_scale) = quantize_rows(x), quantize_weights(weights)
+    w_payload, channel_scale = joined(w_payloads, w_scale), w_scale.bfloat16()
+    g_payload, g_scale = quantize_rows(g, channel_scale)
+    x_factor, g_factor, scale = align(x_scale, g_scale, channel_scale, x_is_payload=False)
     in_float8: list[tuple[Any, ...]] = [
         (x_payload, w_payload, x_scale, w_scale),
-        (g_payload, transpose_weights(weights, w_scale), g_scale, None),
+        (g_payload, transpose_weights(weights, channel_scale), g_scale, None),
         (transpose(g_payload, g_factor), transpose(x, x_factor), scale, None),
     ]
     in_bfloat16: list[Step] = [lambda: F.linear(x, w), lambda: g @ w, lambda: g.t() @ x]
@@ -179,20 +180,20 @@ def measure_linear(model: str, linear: str, tensors: Linear, timer: Timer) -> It
         yield timer.movement(model, f"{linear}: rows of x", quantize_rows, x)
     if linear != "gate_up":  # whose gradient the gated unit quantizes
         parts = [part.contiguous() for part in g.split([weight.shape[0] for weight in weights], dim=1)]
-        yield timer.movement(model, f"{linear}: rows of the gradient", quantize_rows, parts, w_scale)
+        yield timer.movement(model, f"{linear}: rows of the gradient", quantize_rows, parts, channel_scale)
     yield timer.movement(model, f"{linear}: x transposed", transpose, x_payload if linear == "down" else x, x_factor)
     yield timer.movement(model, f"{linear}: gradient transposed", transpose, g_payload, g_factor)
     yield timer.movement(model, f"{linear}: rows of weights", quantize_weights, weights)
-    yield timer.movement(model, f"{linear}: weights transposed", transpose_weights, weights, w_scale)
-    yield timer.movement(model, f"{linear}: align", align, x_scale, g_scale, w_scale, x_is_payload=False)
+    yield timer.movement(model, f"{linear}: weights transposed", transpose_weights, weights, channel_scale)
+    yield timer.movement(model, f"{linear}: align", align, x_scale, g_scale, channel_scale, x_is_payload=False)
 
 
 def measure_gated_unit(model: str, sizes: Sizes, num_tokens: int, make: Maker, timer: Timer) -> Iterator[Measurement]:
     """The gated unit between payloads."""
     gate_up, grad = make.normal(num_tokens, 2 * sizes.intermediate), make.normal(num_tokens, sizes.intermediate)
-    scale = torch.ones(2 * sizes.intermediate, device=make.device)
+    scale = torch.ones(2 * sizes.intermediate, device=make.device, dtype=torch.bfloat16)
     yield timer.movement(model, "gated unit: forward", gated_rows, gate_up, "silu", False)
-    arguments = grad, gate_up, scale, "silu", False
+    arguments = grad, gate_up, None, scale, "silu", False
     yield timer.movement(model, "gated unit: backward", gated_rows_backward, *arguments, overwrite=True)
 
 

@@ -146,6 +146,15 @@ def take_saved_tensors(ctx: Any) -> tuple[list[Any], bool]:
     return tensors, is_free
 
 
+def is_unshared(tensors: list[Any], index: int) -> bool:
+    """Whether only ``tensors`` refers to one of them, which is dense and in memory that PyTorch allocated."""
+    tensor, probe = tensors[index], torch.empty(0)
+    tensors.append(probe)  # referred to as the other would be
+    is_free = _count_references(tensor) == _count_references(probe)
+    tensors.pop()
+    return is_free and type(tensor) is Tensor and tensor.is_contiguous() and tensor.untyped_storage().resizable()
+
+
 def _is_result(tensor: Tensor) -> bool:
     """Whether an op made a tensor, in memory of PyTorch's and dense: no leaf, and no view of an array, say."""
     is_plain = type(tensor) is Tensor and tensor.grad_fn is not None and tensor.is_contiguous()

@@ -4,7 +4,8 @@ Between its matrix products nothing but payloads is written: forward quantizes t
 backward the gradients of gate and up, and h again for the gradient of down's weight, all of them from float32. Products
 are those of :mod:`liger_ops.fp8.linear`.
 
-Saved for backward: x, the weights, gate and up (``[num_rows, 2 * intermediate_size]``), and scales.
+Saved for backward: the weights, x if those of gate or up need gradients, gate and up (``[num_rows, 2 *
+intermediate_size]``), and scales.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating_tensors, wrong_value
-from liger_ops.fp8.linear import BeforeOutput, check_linear, weight_gradient
+from liger_ops.fp8.linear import DTYPES, BeforeOutput, check_linear, weight_gradient
 from liger_ops.fp8.products import DEFAULT_OPTIONS, MAX_FAST_ACCUM, MULTIPLE, Float8Options, scaled_product
 from liger_ops.fp8.rows import (
     E4M3,
@@ -343,7 +344,10 @@ class GatedMLPFunction(torch.autograd.Function):
         del x_payload, payloads
         (payload,), scale = quantize_weights([down])
         down_scale = scale.bfloat16()
-        saved = [x, *gate_up_weights, down, x_scale, gate_up_scale, down_scale]
+        saved = [*gate_up_weights, down, gate_up_scale, down_scale]
+        if any(ctx.needs_input_grad[6:]):
+            saved += [x, x_scale]
+        ctx.num_others = len(saved)
         if options.save_payloads:
             h, h_scale, *kept = gated_rows(gate_up, activation, up_first, keep=True)
             saved += kept
@@ -356,10 +360,9 @@ class GatedMLPFunction(torch.autograd.Function):
             h, h_scale = gated_rows(gate_up, activation, up_first)
         ctx.save_for_backward(*saved)
         ctx.num_weights = len(gate_up_weights)
-        ctx.settings = activation, up_first, options
-        return scaled_product(h, payload, h_scale, scale, fast_accum=fast and width <= MAX_FAST_ACCUM, **settings).view(
-            *x.shape[:-1], -1
-        )
+        ctx.settings, ctx.x_shape, ctx.x_dtype = (activation, up_first, options), x.shape, x.dtype
+        y = scaled_product(h, payload, h_scale, scale, fast_accum=fast and width <= MAX_FAST_ACCUM, **settings)
+        return y.view(*x.shape[:-1], down.shape[0])
 
     @staticmethod
     @backend.once_differentiable
@@ -370,9 +373,14 @@ class GatedMLPFunction(torch.autograd.Function):
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     activation, up_first, options = ctx.settings
     needs_x, needs_down, *needs_gate_up = [ctx.needs_input_grad[index] for index in (0, *range(5, 6 + ctx.num_weights))]
-    x, *saved = ctx.saved_tensors
+    saved = list(ctx.saved_tensors)
+    overwrite = backend.graph_ends()
+    if overwrite:
+        ctx.maybe_clear_saved_tensors()  # so that only others' references are left
+        overwrite = backend.is_unshared(saved, ctx.num_others)
     weights, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
-    down, x_scale, gate_up_scale, down_scale, kept, *kept_scale = saved
+    down, gate_up_scale, down_scale, *inputs = saved[: ctx.num_others - ctx.num_weights]
+    kept, *kept_scale = saved[ctx.num_others - ctx.num_weights :]
     del saved
     settings: dict[str, Any] = {"dtype": grad.dtype, "fast_accum": options.fast_accum[1], "emulate": options.emulate}
     payload, scale = quantize_rows(grad, down_scale)
@@ -384,7 +392,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_scale,
         activation,
         up_first,
-        overwrite=backend.graph_ends(),
+        overwrite=overwrite,
     )
     del kept, grad_product
     grad_down = grad_x = None
@@ -393,10 +401,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     del product, payload
     if needs_x:
         transposed = transpose_weights(weights, gate_up_scale)
-        grad_x = scaled_product(grad_payload, transposed, grad_scale, None, **settings).to(x.dtype).view(x.shape)
+        grad_x = scaled_product(grad_payload, transposed, grad_scale, None, **settings).to(ctx.x_dtype)
+        grad_x = grad_x.view(ctx.x_shape)
         del transposed
     grads: list[Tensor | None] = [None] * len(weights)
     if any(needs_gate_up):
+        x, x_scale = inputs
         rows = backend.as_rows(x, x.shape[-1])
         grad_rows = weight_gradient(
             rows, x_scale, [], grad_payload, grad_scale, gate_up_scale, weights[0].dtype, options
@@ -440,8 +450,12 @@ def scaled_gated_mlp(
     for weight in gate_up:
         check_floating_tensors("x", x, gate_up=weight, optional=False)
         check_linear(x, weight)
+    if len({weight.shape[0] for weight in gate_up}) != 1 or len(gate_up) > 2:
+        raise wrong_value("gate_up", "one weight, or two of one shape", [tuple(weight.shape) for weight in gate_up])
+    if down.dtype not in DTYPES:
+        raise wrong_value("down", "of float32 or bfloat16, for float8 products", down)
     width = sum(weight.shape[0] for weight in gate_up)
-    if down.dim() != 2 or 2 * down.shape[1] != width or down.shape[0] % MULTIPLE or down.shape[1] % MULTIPLE:
+    if down.dim() != 2 or 2 * down.shape[1] != width or down.numel() == 0 or any(n % MULTIPLE for n in down.shape):
         raise wrong_value("down", f"[hidden_size, {width // 2}], both multiples of {MULTIPLE},", down)
     result: Tensor = GatedMLPFunction.apply(x, activation, up_first, options, before_output, down, *gate_up)
     return result

@@ -24,6 +24,8 @@ from liger_ops.fp8.transpose import align, transpose
 from liger_ops.fp8.weights import quantize_weights, transpose_weights
 
 BeforeOutput = Callable[[Sequence[Tensor]], None]
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of what is multiplied in float8."""
 
 
 def weight_gradient(
@@ -39,6 +41,8 @@ def weight_gradient(
     """The gradient ``[N, K]`` of weights from x, or its payload, and g in parts; ``w_scale`` multiplied g's payload."""
     if options.high_precision_wgrad:
         return torch.mm((g[0] if len(g) == 1 else torch.cat(list(g), dim=1)).t(), x.to(g[0].dtype)).to(dtype)
+    if x.shape[0] == 0:
+        return x.new_zeros((g_payload.shape[1], x.shape[1]), dtype=dtype)
     x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
     return scaled_product(
         transpose(g_payload, g_factor),
@@ -81,7 +85,7 @@ class ScaledLinearFunction(torch.autograd.Function):
                 dtype=dtype,
                 fast_accum=options.fast_accum[0] and x.shape[-1] <= MAX_FAST_ACCUM,
                 emulate=options.emulate,
-            ).view(*x.shape[:-1], -1)
+            ).view(*x.shape[:-1], payload.shape[0])
             for payload, scale, bias in zip(payloads, w_scale.split(sizes), parameters[count:], strict=True)
         )
 
@@ -145,8 +149,13 @@ def scaled_linear(
         ValueError: For shapes that do not fit, sizes that are no multiples of 16, and dtypes without float8 products.
     """
     biases = [None] * len(weights) if biases is None else biases
+    if len(weights) == 0:
+        raise wrong_value("weights", "at least one", weights)
+    if len(biases) != len(weights):
+        raise wrong_value("biases", f"as many as weights, {len(weights)}", biases)
     for weight, bias in zip(weights, biases, strict=True):
-        check_floating_tensors("x", x, weight=weight, bias=bias)
+        check_floating_tensors("x", x, weight=weight, optional=False)
+        check_floating_tensors("x", x, bias=bias)
         check_linear(x, weight)
         if bias is not None:
             check_shape("bias", bias, weight.shape[:1], "one for each row of the weight")
@@ -156,9 +165,12 @@ def scaled_linear(
 
 def check_linear(x: Tensor, weight: Tensor) -> None:
     """Raises if there is no float8 product of ``x`` and ``weight``."""
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        raise wrong_value("x", "of float32 or bfloat16, for float8 products", x)
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise wrong_value("weight", f"[out_features, {x.shape[-1] if x.dim() else 'in_features'}]", weight)
-    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype not in DTYPES:
+            raise wrong_value(name, "of float32 or bfloat16, for float8 products", tensor)
+    if x.dim() == 0:
+        raise wrong_value("x", "[..., in_features]", x)
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise wrong_value("weight", f"[out_features, {x.shape[-1]}]", weight)
+    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or weight.numel() == 0:
         raise wrong_value("weight", f"of sizes that are multiples of {MULTIPLE}, for float8 products", weight)

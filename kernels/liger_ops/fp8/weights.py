@@ -112,7 +112,12 @@ def quantize_weights(weights: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 def joined(payloads: Sequence[Tensor], scale: Tensor) -> Tensor:
     """Payloads of :func:`quantize_weights` as one, ``[N, K]``: without a copy if all were made there."""
     first = payloads[0]
-    if len({each.untyped_storage()._cdata for each in payloads}) == 1:
+    end, storage = first.storage_offset(), first.untyped_storage()._cdata
+    for each in payloads:  # weights that are held may lie anywhere in a storage
+        if each.untyped_storage()._cdata != storage or each.storage_offset() != end or not each.is_contiguous():
+            break
+        end += each.numel()
+    else:
         return first.as_strided((scale.shape[0], first.shape[1]), first.stride())
     return torch.cat([each.view(torch.uint8) for each in payloads]).view(E4M3)
 

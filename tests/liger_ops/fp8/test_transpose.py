@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops import backend
 from liger_ops.fp8.rows import E4M3, quantize_rows
 from liger_ops.fp8.transpose import align, transpose
 from tests.liger_ops.accuracy import LAYOUTS, few, lay_out
@@ -43,8 +42,6 @@ def test_transposed_rows(draw: Any, device: torch.device) -> None:
     factor = powers_of_two(-12, 0, num_rows)
     if draw.source == E4M3:
         codes = torch.randint(0, 256, (num_rows, num_columns), dtype=torch.uint8)
-        if device.type == "cpu" and backend.use_triton(factor):  # the interpreter reads NaN as 480
-            codes[codes & 127 == 127] -= 1
         source = lay_out(codes.to(device), draw.layout).view(E4M3)
         values = VALUES[codes.numpy()]
     else:
