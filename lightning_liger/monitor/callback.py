@@ -27,7 +27,7 @@ from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak
 from lightning_liger.monitor.flops import ModelFlops, float8_flops, model_flops
 from lightning_liger.monitor.gradients import gradient_norm, joined_norm
 from lightning_liger.monitor.page import page, short, table
-from lightning_liger.patching.float8 import converted_layers
+from lightning_liger.patching.float8 import converted_layers, share_of
 
 _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
@@ -264,8 +264,9 @@ class LigerMonitor(L.Callback):
         if totals["seconds"]:
             totals |= {f"timed_{name}": totals[name] for name in ("steps", "tokens", "rows")}
             totals["wait_seconds"] = waited / trainer.world_size  # of a rank
-            in_float8 = totals["tokens"] * float8_flops(self._converted)
-            # As many as the device does in the same time outside of float8.
+            share = share_of(self._converted) or 0.0
+            in_float8 = totals["tokens"] * share * float8_flops(self._converted)
+            # Counted as those that the device does in the same time outside of float8.
             saved = in_float8 * (1 - self._peak_flops / self._float8_peak_flops)
             totals["flops"] = self._flops.for_pairs(totals["tokens"], pairs) - saved
         for name, value in totals.items():
@@ -299,13 +300,13 @@ class LigerMonitor(L.Callback):
         """The numbers of some laps by the names under which they are logged."""
         unit, seconds = "tokens" if totals["tokens"] else "rows", totals["seconds"]
         flops = self._peak_flops if totals["tokens"] and totals["flops"] else 0
-        in_float8, others = (sum(each.num_products[index] for each in self._converted) for index in (0, 1))
+        share = share_of(self._converted)
         shares = {  # numerator and denominator, without which a number is left out
             f"{unit}_per_second": (totals[f"timed_{unit}"], seconds),
             f"{unit}_per_second_per_device": (totals[f"timed_{unit}"], seconds * world_size),
             "step_seconds": (seconds, totals["timed_steps"]),
             "model_flops_utilization": (totals["flops"], seconds * world_size * flops),
-            "fp8_share": (in_float8, in_float8 + others),
+            "fp8_share": (share or 0.0, share is not None),
             "data_wait_share": (min(seconds, totals["wait_seconds"]), seconds),
             "memory_peak_gib": (totals["peak_memory"], 2**30),
             "memory_reserved_gib": (totals["reserved_memory"], 2**30 if totals["reserved_memory"] else 0),

@@ -110,15 +110,15 @@ def model_flops(model: nn.Module) -> ModelFlops:
 
 
 def float8_flops(converted: Iterable[Any]) -> float:
-    """The FLOPs of a token, forward and backward, that ran in float8 in what ``converted_layers`` found."""
-    flops = 0.0
-    for layers in converted:
-        in_float8, others = layers.num_products
-        for member in layers.members if in_float8 else ():
-            num_products = 2 + (member.weight.requires_grad and not layers.recipe.high_precision_wgrad)
-            share = in_float8 / (in_float8 + others)
-            flops += 2 * member.out_features * member.in_features * num_products * share
-    return flops
+    """The FLOPs of a token in float8, forward and backward, of linear layers that ``converted_layers`` found."""
+    return sum(
+        2.0
+        * member.out_features
+        * member.in_features
+        * (2 + (member.weight.requires_grad and not layers.recipe.high_precision_wgrad))
+        for layers in converted
+        for member in layers.members
+    )
 
 
 # By running a copy

@@ -130,8 +130,12 @@ def is_too_small(out_features: int, in_features: int) -> bool:
 
 def fp8_share(model: nn.Module) -> float | None:
     """The share of the FLOPs of converted layers' calls that ran in float8; None before any call."""
-    counts = [layers.num_products for layers in converted_layers(model)]
-    in_float8, others = (sum(each[index] for each in counts) for index in (0, 1))
+    return share_of(converted_layers(model))
+
+
+def share_of(converted: Sequence[Any]) -> float | None:
+    """The same of what :func:`converted_layers` found."""
+    in_float8, others = (sum(layers.num_products[index] for layers in converted) for index in (0, 1))
     return in_float8 / (in_float8 + others) if in_float8 + others else None
 
 
