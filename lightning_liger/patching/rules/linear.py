@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.utils import parametrize
 
 from liger_ops.arguments import did_you_mean
@@ -82,6 +82,10 @@ class Float8Layers:
         self.num_products[0 if in_float8 else 1] += x.shape[:-1].numel() * size
 
     def __call__(self, member: nn.Linear, x: Tensor, original: type[nn.Linear]) -> Tensor:
+        if isinstance(x, DTensor):
+            parallel = self._run_parallel(member, x)
+            self.count(x, [member], parallel is not None)
+            return original.forward(member, x) if parallel is None else parallel
         if not self.applies_to(x, [member]):
             if member.training and not torch.compiler.is_compiling():
                 self.count(x, [member], False)
@@ -99,6 +103,31 @@ class Float8Layers:
             others = {id(each): result for each, result in zip(members, outputs, strict=True) if each is not member}
             self._waiting = weakref.ref(x), _state(x), others
         return outputs[members.index(member)]
+
+    def _run_parallel(self, member: nn.Linear, x: DTensor) -> DTensor | None:
+        """The output of a layer of which tensor parallelism gave this rank some outputs or inputs; None if it cannot.
+
+        Scales are of each rank's own part of a row: ranks exchange nothing else than without float8.
+        """
+        weight, bias, last = member.weight, member.bias, x.dim() - 1
+        if not isinstance(weight, DTensor) or weight.device_mesh != x.device_mesh or x.device_mesh.ndim != 1:
+            return None
+        layouts = x.placements[0], weight.placements[0]
+        if layouts == (Replicate(), Shard(0)):
+            local_x, output = x.to_local(grad_placements=[Partial()]), Shard(last)
+        elif layouts == (Shard(last), Shard(1)) and bias is None:
+            local_x, output = x.to_local(), Partial()
+        else:
+            return None
+        local = weight.to_local()
+        num_tokens, is_small = x.shape[:-1].numel(), self.recipe.filter == "auto" and is_too_small(*local.shape)
+        if is_small or num_tokens < self.recipe.min_tokens or not (member.training or self.recipe.evaluate):
+            return None
+        if any(size % MULTIPLE for size in local.shape) or {local.dtype, x.dtype} - set(_DTYPES):
+            return None
+        local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        (y,) = scaled_linear(local_x, [local], [local_bias], options=self.recipe.options)
+        return DTensor.from_local(y, x.device_mesh, [output], run_check=False)
 
     def _take(self, member: nn.Linear, x: Tensor) -> Tensor | None:
         """The output that a call of another member computed."""
