@@ -82,14 +82,14 @@ def _arm(row: Row, environment: dict[str, Any]) -> str:
     else:
         budget = '"auto"' if plan == "auto" else plan.removesuffix("GiB")
         words = plans.get(plan, f", `memory_budget={budget}`")
+    implementation, in_float8, recipe = row.parsed_arm.implementation.partition("_fp8")
     names = {
         "hf": "Hugging Face",
         "liger_kernel": f"liger-kernel {environment['liger-kernel']}",
-        "ours": "`liger`" if row.devices == 1 else "`liger_fsdp`",
-        "ours_fsdp2": "`liger_model_parallel`",
+        "ours": f"`{'liger' if row.devices == 1 else 'liger_fsdp'}{in_float8}`",
+        "ours_fsdp2": f"`liger_model_parallel{in_float8}`",
     }
-    implementation, in_float8, recipe = row.parsed_arm.implementation.partition("_fp8")
-    return names[implementation] + in_float8.replace("_fp8", ", float8") + _RECIPES[recipe] + words
+    return names[implementation] + _RECIPES[recipe] + words
 
 
 def _training_row(row: Row, rows: Sequence[Row], environment: dict[str, Any]) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from transformers import PreTrainedConfig
 
 from benchmarks.environment import environment
 from benchmarks.records import Writer, read_results
-from benchmarks.training.arms import Arm
+from benchmarks.training.arms import FLOAT8, Arm
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import OK, Job, Row
 from benchmarks.training.models import SETTINGS
 from benchmarks.training.processes import run_jobs
-from lightning_liger import apply_liger_kernels
+from lightning_liger import Float8Recipe, apply_liger_kernels
 from lightning_liger.activations.layers import Mode
 from lightning_liger.activations.plan import choose
 from lightning_liger.activations.planner import MARGIN
@@ -168,7 +168,8 @@ def _step(
     """A step, and the bytes of the weights."""
     model = make_model(config, torch.device("meta"), torch.bfloat16)
     if arm.is_ours:
-        apply_liger_kernels(model)
+        recipe = FLOAT8.get(arm.implementation)
+        apply_liger_kernels(model, fp8=None if recipe is None else Float8Recipe(**recipe))
     states = states_of(model, "single" if num_gpus == 1 else "fsdp", num_gpus, optimizer=optimizer)
     step = run_step(model, partial(make_batch, *sizes), states, frees_early=arm.is_ours or optimizer == "sgd")
     return step, states.weight_bytes
@@ -195,10 +196,10 @@ def _training_comparisons(path: Path) -> Iterator[Comparison]:
     steps: dict[tuple[object, ...], Step] = {}
     for row in map(Row.from_json, read_results(path).lines):
         arm = Arm.parse(row.arm)
-        if arm.implementation not in _ARMS.values() or row.status != OK or row.peak_gib is None:
+        if arm.implementation.partition("_fp8")[0] not in _ARMS.values() or row.status != OK or row.peak_gib is None:
             continue
         sizes = row.batch_size, row.sequence_length
-        key = row.model, arm.is_ours, row.devices, sizes
+        key = row.model, arm.implementation, row.devices, sizes
         if key not in steps:
             steps[key], _ = _step(DIMS[row.model].config(row.layers), arm, sizes, row.devices, "adamw")
         setup = f"{row.devices} GPU{'s' if row.devices > 1 else ''}, {sizes[0] * sizes[1]:,} tokens"

@@ -72,7 +72,7 @@ def make_strategy(job: Job, device: torch.device) -> Strategy:
     arm, single = job.parsed_arm, job.devices == 1
     arguments = arm.strategy_arguments if arm.is_ours else {}
     if arm.implementation in FLOAT8:
-        settings = FLOAT8[arm.implementation] | (_EVERY_LINEAR if job.every_linear_fp8 else {})
+        settings = FLOAT8[arm.implementation] | (_EVERY_LINEAR if job.every_linear_fp8 or job.tiny else {})
         arguments["fp8"] = Float8Recipe(**settings) if settings else "auto"
     if job.strategy:
         name, _, stage = job.strategy.partition("_stage_")

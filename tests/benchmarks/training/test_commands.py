@@ -169,16 +169,21 @@ def test_convergence_over_seeds_adds_the_runs_that_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    command = ["convergence", "--quick", "--seeds-arms", "ours", "--out", str(tmp_path / "mine")]
+    command = ["convergence", "--quick", "--seeds-arms", "ours,ours_fp8", "--out", str(tmp_path / "mine")]
     assert main([*command, "--seeds", "2", "--seconds", "0"]) == 1
-    assert "4 of 4 runs are missing" in capsys.readouterr().out
+    assert "6 of 6 runs are missing" in capsys.readouterr().out
     for num_seeds in (1, 2):
         assert main([*command, "--seeds", str(num_seeds)]) == 0
     rows = rows_of(tmp_path / "mine.jsonl")
-    assert [(row.seed, row.permute_rows) for row in rows] == [(0, False), (0, True), (100, False), (100, True)]
-    plain, other = rows[0].held_out_loss, rows[2].held_out_loss
-    assert rows[1].held_out_loss == pytest.approx(plain, rel=1e-3)
+    runs = [("ours", False), ("ours", True), ("ours_fp8", False)]
+    assert [(row.seed, row.arm, row.permute_rows) for row in rows] == [
+        (seed, *run) for seed in (0, 100) for run in runs
+    ]
+    plain, other = rows[0].held_out_loss, rows[3].held_out_loss
+    assert [row.held_out_loss for row in rows[1:3]] == pytest.approx([plain, plain], rel=1e-3)
     assert other != pytest.approx(plain, rel=1e-4)
+    assert [row.fp8_share for row in rows[:3]] == [None, None, 1.0]
+    assert docs_sections._arm(rows[2], {"liger-kernel": "1"}) == "`liger_fp8`"
     assert " yes " in capsys.readouterr().out
 
 
