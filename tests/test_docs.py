@@ -87,7 +87,9 @@ def test_files_that_a_page_names_without_their_folder_exist(name: str, pattern: 
     assert [path for path in sorted(named) if not any((ROOT / root / path).exists() for root in roots)] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/strategies.md", "docs/training.md", "docs/losses.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/strategies.md", "docs/training.md", "docs/losses.md", "docs/fp8.md"]
+)
 def test_names_that_a_page_puts_in_code_exist(name: str) -> None:
     page = PAGES[ROOT / name]
     classes = set(re.findall(r"`(?:lightning_liger\.)?((?:Fabric)?Liger\w+|AutoLiger\w+|ContextParallel)[`(]", page))
