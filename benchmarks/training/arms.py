@@ -19,7 +19,7 @@ IMPLEMENTATIONS = {
 
 FLOAT8: dict[str, dict[str, Any]] = {
     "ours_fp8": {},
-    "ours_fsdp2_fp8": {},
+    "ours_fsdp2_fp8": {"all_gather": True},
     "ours_fp8_gw_hp": {"high_precision_wgrad": True},
     "ours_fp8_save": {"save": "fp8"},
 }
