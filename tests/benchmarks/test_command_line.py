@@ -179,7 +179,7 @@ def test_fp8_measures_products_movements_and_the_layer(tmp_path: Path, capsys: p
     assert products["gate_up dgrad", "float8"]["flops"] == 2 * 33 * 64 * 2 * 96
     movements = {line["name"]: line["num_bytes"] for line in found if line["kind"] == "movement"}
     assert movements["o: rows of x"] == 33 * (2 * 64 + 64 + 4)  # read, written, scales
-    assert movements["gated unit: backward"] == 33 * 96 * (3 * 2 + 3) + 33 * 2 * 4 + 2 * 96 * 4
+    assert movements["gated unit: backward"] == 33 * 96 * (3 * 2 + 3) + 33 * 2 * 4 + 2 * 96 * 2
     layers = [line for line in found if line["kind"] == "layer"]
     assert [line["contender"] for line in layers] == ["bfloat16", "float8", "float8, fast accumulation"]
     assert all(0.01 < line["error"] < 0.1 for line in layers[1:])
