@@ -10,7 +10,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint import CheckpointException
 from typing_extensions import override
 
 from liger_ops.arguments import check_path
-from lightning_liger.resuming.safe_loading import loading_errors_explained
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -48,17 +46,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
 
         replace(local, save)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Loads a checkpoint file, by default of tensors and plain Python objects only, from any file system."""
-        local = _local_path(path)
-        if weights_only is None and str(path).startswith("http"):
-            weights_only = True  # Lightning's default is False for these alone
-        with nullcontext() if local is None else loading_errors_explained(path):
-            return super().load_checkpoint(path, map_location, weights_only)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
