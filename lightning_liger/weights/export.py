@@ -53,7 +53,7 @@ def export_pretrained(
 
     Raises:
         FileNotFoundError: If there is no checkpoint at ``ckpt_path``.
-        OSError: If the disk is full.
+        RuntimeError: If it cannot be saved, because the disk is full for example.
         pickle.UnpicklingError: With ``weights_only``, if the checkpoint holds objects of other classes, and for a
             ``.metadata`` that does in any case; the message names the class, and how to allow it.
         TypeError: If ``module.model`` is not a Hugging Face model, and for arguments of a wrong type.
