@@ -5,12 +5,10 @@ one has its name. A file replaces a file in one rename. A folder cannot be renam
 temporary name, the new one the name, and the old one is removed. Between the two renames nothing has the name.
 """
 
-import errno
 import os
 import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from torch.distributed.checkpoint import CheckpointException
 from typing_extensions import override
 
 from liger_ops.arguments import check_path
-from lightning_liger.resuming.safe_loading import loading_errors_explained
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -44,21 +41,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
 
         def save(temporary: Path) -> None:
-            with temporary.open("wb") as file:
+            with temporary.open("wb") as file:  # which tells of a full disk, as torch's own does not
                 torch.save(checkpoint, file)
 
         replace(local, save)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Loads a checkpoint file, by default of tensors and plain Python objects only, from any file system."""
-        local = _local_path(path)
-        if weights_only is None and str(path).startswith("http"):
-            weights_only = True  # Lightning's default is False for these alone
-        with nullcontext() if local is None else loading_errors_explained(path):
-            return super().load_checkpoint(path, map_location, weights_only)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -86,41 +72,39 @@ def replace(path: Path, save: Callable[[Path], None], *, on_all_ranks: bool = Fa
     Args:
         on_all_ranks: Whether all ranks call this, to write a folder that they share, or a file on rank 0.
 
-    Raises:
-        OSError: When the disk is full, on all ranks that call this.
-        RuntimeError: When ``save`` failed on another rank.
+    Raises as :func:`fail_together`.
     """
     is_first = not on_all_ranks or not dist.is_initialized() or dist.get_rank() == 0
-    run: Callable[..., None] = partial(fail_together, path) if on_all_ranks else lambda step: step()
+    run = partial(fail_together, path, on_all_ranks=on_all_ranks)
     temporary = _temporary_path(path)
+    run(lambda: path.parent.mkdir(parents=True, exist_ok=True))
     try:
-        run(lambda: _make_room(temporary) if is_first else None)
+        run(lambda: _remove(temporary) if is_first else None)
         run(lambda: save(temporary))
         run(lambda: _commit(temporary, path) if is_first else None)
-    except BaseException as error:
-        if is_first and temporary.parent.is_dir():
+    finally:
+        if is_first:
             _remove(temporary)
-        if (full := _full_disk(error)) is None:
-            raise
-        previous = "; the previous checkpoint is unchanged" if os.path.lexists(path) else ""
-        raise OSError(full, f"{os.strerror(full)}: cannot save the checkpoint{previous}", str(path)) from error
 
 
-def fail_together(path: Any, action: Callable[[], None]) -> None:
-    """Runs a part of saving ``path`` on all ranks; if one fails, all raise, instead of waiting for it forever."""
-    error: BaseException | None = None
+def fail_together(path: Any, action: Callable[[], None], *, on_all_ranks: bool = True) -> None:
+    """Runs a part of saving ``path``; if it fails on one rank, all raise, instead of waiting for that one forever.
+
+    Raises:
+        RuntimeError: With the reason; what was at ``path`` before is unchanged.
+    """
+    reason = cause = None
     try:
         action()
-    except (Exception, CheckpointException) as caught:  # the latter is a BaseException only
-        error = caught
-    failures = gather_objects(None if error is None else (_full_disk(error), f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            full, text = failure
-            message = f"saving the checkpoint {path} failed on rank {rank}: {text}"
-            raise RuntimeError(message) if full is None else OSError(full, message)
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException only
+        cause = failure = next((each for each, _ in getattr(error, "failures", {}).values()), error)
+        while failure is not None and not isinstance(failure, OSError):  # which torch's own errors hide
+            failure = failure.__context__
+        reason = repr(failure or cause)
+    reasons = gather_objects(reason) if on_all_ranks else [reason]
+    if any(reasons):
+        failed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each)
+        raise RuntimeError(f"cannot save {path}, what was there before is unchanged: {failed}") from cause
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -144,11 +128,6 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f".incomplete-{zlib.crc32(path.name.encode()):08x}.part")  # torch.save wants a stem
 
 
-def _make_room(temporary: Path) -> None:
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    _remove(temporary)
-
-
 def _commit(temporary: Path, path: Path) -> None:
     """Syncs a file or folder to disk and renames it to ``path``, whose previous file or folder it replaces."""
     for child in (*temporary.rglob("*"), temporary):
@@ -160,15 +139,6 @@ def _commit(temporary: Path, path: Path) -> None:
     temporary.rename(path)
     _remove(old)
     _sync(path.parent)
-
-
-def _full_disk(error: BaseException | None) -> int | None:
-    """The errno, if a full disk or an exhausted quota caused ``error``."""
-    if isinstance(error, CheckpointException):
-        return next(filter(None, (_full_disk(each) for each, _ in error.failures.values())), None)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return error.errno
-    return None if error is None else _full_disk(error.__cause__ or error.__context__)
 
 
 def _sync(path: Path) -> None:

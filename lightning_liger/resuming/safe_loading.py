@@ -1,119 +1,94 @@
-"""Checks that loading a checkpoint runs no code, before anything unpickles it.
+"""Loading a checkpoint runs no code that is in it.
 
-A pickle may call any function that it names. ``torch.load`` refuses all but tensors and plain Python objects, unless it
-is told otherwise, but not everything is read with it: ``torch.distributed.checkpoint`` unpickles the ``.metadata`` of a
-folder and its entries without tensors as they are, Lightning unpickles full checkpoints under FSDP, and DeepSpeed its
-files. These are therefore read here first, with nothing in them that could run.
+A pickle may call any function that it names. ``torch.load`` can refuse all but tensors and plain Python objects, but
+``torch.distributed.checkpoint`` and DeepSpeed tell it not to. While a checkpoint is read it therefore refuses them
+whatever it is told. Two readers bypass it: the one of a folder's ``.metadata``, and Lightning's of full checkpoints of
+sharded models. What they unpickle is read here first, with nothing in it that could run.
 """
 
-import copyreg
-import dataclasses
-import enum
-import io
 import os
 import pickle
-import sys
-import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.distributed.checkpoint import CheckpointException, metadata
+from torch.serialization import safe_globals
 
 from liger_ops.arguments import shown
 
 _VERSION = "pytorch-lightning_version"
+_SAFE = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+_IN_METADATA = {
+    *(str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)),
+    *(f"{metadata.__name__}.{name}" for name, each in vars(metadata).items() if is_dataclass(each)),
+    *(f"torch.distributed.checkpoint.{name}" for name in ("metadata._MEM_FORMAT_ENCODING", "filesystem._StorageInfo")),
+    *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+}
+
+
+@contextmanager
+def loading_safely(path: Any, weights_only: bool | None = None, allowed: Sequence[type] = ()) -> Iterator[None]:
+    """In this context ``torch.load`` takes tensors, plain Python objects and ``allowed`` classes only.
+
+    With ``weights_only=False`` it does what it is told. Errors of what is read name ``path``.
+
+    Raises:
+        pickle.UnpicklingError: For other classes; the message names the class, and how to allow it.
+        ValueError: If the checkpoint is not complete, or does not fit the model.
+    """
+    before = {name: os.environ.get(name, "0") for name in _SAFE}
+    os.environ.update(_SAFE if weights_only is not False else {})
+    try:
+        with safe_globals(list(allowed)):
+            yield
+    except (CheckpointException, EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        cause = next((failure for failure, _ in getattr(error, "failures", {}).values()), error)
+        if isinstance(cause, pickle.UnpicklingError):
+            raise pickle.UnpicklingError(
+                f"{path} is incomplete, or loading it could run code. Only if you trust it, set weights_only=False, an"
+                " argument of Trainer.fit, validate, test and predict, Fabric.load and export_pretrained, or allow the"
+                f" class: {str(cause).rpartition('WeightsUnpickler error: ')[2]}"
+            ) from error
+        if isinstance(cause, OSError | RuntimeError) and type(cause) not in (OSError, RuntimeError):
+            raise cause from None  # such as that of a missing file
+        raise ValueError(f"{path} is incomplete, or does not fit the model: {type(cause).__name__}: {cause}") from error
+    finally:
+        os.environ.update(before)
 
 
 def load_file(path: Path, weights_only: bool | None = None) -> Any:
     """The contents of a local file of ``torch.save``, on the CPU, with tensors that are read when they are used.
 
-    Raises:
-        OSError: If the file cannot be opened.
-        pickle.UnpicklingError: If it holds objects of other classes; the message names the class, and how to allow it.
-        ValueError: If it is not a complete file of ``torch.save``.
+    Raises as :func:`loading_safely`, and OSError if the file cannot be opened.
     """
-    with path.open("rb") as file:
+    with loading_safely(path, weights_only), path.open("rb") as file:
         # Lightning's reader of full checkpoints finds a zip archive in any part of a file, where `torch.load` would
         # read another format.
-        if file.read(4) != b"PK\x03\x04" or path.suffix == ".safetensors":
-            raise ValueError(f"{path} is not a file of torch.save, or incomplete: it does not begin as one")
-    with loading_errors_explained(path):
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        if file.read(4) != b"PK\x03\x04" or path.name.endswith(".safetensors"):
+            raise EOFError("it does not begin as a file of torch.save")
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
 
 
-def check_checkpoint(path: Path, weights_only: bool | None = None, allowed: Sequence[type] = ()) -> None:
-    """Raises as :func:`load_file` if loading the file, or the folder of a sharded checkpoint, would run code.
-
-    Args:
-        path: A checkpoint of any strategy.
-        weights_only: As in :func:`torch.load`; with False only the ``.metadata`` of a folder is checked.
-        allowed: Further classes that files of this kind consist of.
-    """
-    with safe_globals(list(allowed)):
-        for file in _check_folder(path, weights_only) if path.is_dir() else [path]:
-            file.open("rb").close() if weights_only is False else load_file(file, weights_only)
+def check_checkpoint(path: Path, weights_only: bool | None = None) -> None:
+    """Raises as :func:`load_file` if what is not read with ``torch.load`` would run code; metadata in any case."""
+    for file in path.glob("*.metadata"):  # of all ranks, or of single ones
+        with loading_safely(file), file.open("rb") as opened:
+            _Names(opened).load()
+    if weights_only is not False and not path.is_dir():
+        load_file(path)
 
 
-def _check_folder(path: Path, weights_only: bool | None) -> list[Path]:
-    """The files in the folder of a sharded checkpoint that are to be checked, after the others were."""
-    for file in path.glob("__*.metadata"):  # of single ranks
-        _check_names(file)
-    if (metadata := path / ".metadata").exists():
-        check_metadata(metadata, weights_only)
-    for file in filter(Path.is_file, (path / "latest", path / "latest_universal")):  # of DeepSpeed
-        if (tag := file.read_text(encoding="utf-8", errors="replace").strip()) != Path(tag).name:
-            raise ValueError(f"{file} must hold the name of a folder in {path}, got {tag!r}")
-    found = (Path(root, name) for root, _, names in os.walk(path, followlinks=True) for name in names)
-    if not (files := sorted(file for file in found if file.suffix == ".pt")):
-        raise ValueError(f"{path} is not a checkpoint: the folder has no file that ends in .pt")
-    return files
+class _Names(pickle.Unpickler):  # in C, as later in torch: another parser might read a crafted file differently
+    """Finds what the metadata names, and makes nothing of it."""
 
-
-def check_metadata(file: Path, weights_only: bool | None = None) -> None:
-    """Raises as :func:`load_file` if ``.metadata``, or an entry without tensors that it locates, could run code."""
-    _check_names(file)
-    folder = file.parent
-
-    class EntryCheck(DefaultLoadPlanner):
-        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-            with loading_errors_explained(f"{folder} ({read_item.dest_index.fqn!r})", value):
-                torch.load(value, map_location="cpu", weights_only=weights_only)
-
-    reader = FileSystemReader(folder)
-    with _errors_explained(f"{file} is not the metadata of a sharded checkpoint"):
-        entries = reader.read_metadata().state_dict_metadata.items()
-        others = {name: None for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
-    if weights_only is not False:  # tensors are read with weights_only=True in any case
-        with warnings.catch_warnings(), sharded_errors_explained(folder):
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(others, storage_reader=reader, planner=EntryCheck(), no_dist=True)
-
-
-def _check_names(file: Path) -> None:
-    """Finds what the metadata names, and makes nothing of it; raises for anything that could run code."""
-
-    class Names(pickle.Unpickler):  # in C, as later in torch: another parser might read a crafted file differently
-        def find_class(self, module: str, name: str) -> Any:
-            found: Any = vars(sys.modules[module]).get(name) if module in sys.modules else None
-            is_plain = isinstance(found, torch.dtype) or any(found is each for each in _PLAIN)
-            if isinstance(found, type) and found.__module__ in _PLAIN_MODULES:
-                is_plain = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | PurePath)
-            if not is_plain:
-                raise _UnsafeError(file, f"{module}.{name}")
-            return _Inert
-
-    with file.open("rb") as opened, _errors_explained(f"{file} is not the metadata of a sharded checkpoint"):
-        Names(opened).load()
-
-
-_PLAIN = (OrderedDict, set, frozenset, torch.Size, copyreg.dispatch_table[torch.layout](torch.strided)[0])
-_PLAIN_MODULES = (BytesStorageMetadata.__module__, FileSystemReader.__module__, *{Path.__module__, "pathlib"})
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _IN_METADATA:
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not part of metadata.")
+        return _Inert
 
 
 class _Inert:
@@ -123,64 +98,9 @@ class _Inert:
 
     def __setstate__(self, state: Any) -> None: ...
 
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-
-@contextmanager
-def loading_errors_explained(path: Any, content: io.BytesIO | None = None) -> Iterator[None]:
-    """Names the local file ``path``, or the ``content``, in errors of ``torch.load``, and what a user can do."""
-    with _errors_explained(f"{path} is not a file of torch.save"):
-        try:
-            yield
-        except pickle.UnpicklingError as error:
-            if content is not None:
-                content.seek(0)
-            if names := get_unsafe_globals_in_checkpoint(content or path):
-                raise _UnsafeError(path, ", ".join(sorted(names))) from error
-            raise
-
-
-@contextmanager
-def _errors_explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, MemoryError, _UnsafeError):
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None:  # without a name, torch's reader made it
-            raise
-        raise ValueError(f"{what}, or incomplete: {_told(error)}") from error
-
-
-@contextmanager
-def sharded_errors_explained(path: Any) -> Iterator[None]:
-    """Names the checkpoint in errors of ``torch.distributed.checkpoint``, which are no ``Exception``."""
-    try:
-        yield
-    except CheckpointException as error:
-        failure = next((failure for failure, _ in error.failures.values()), error)
-        if isinstance(failure, OSError | pickle.UnpicklingError):
-            raise failure from None
-        raise ValueError(f"{path} is incomplete, or does not fit the model: {_told(failure)}") from error
-
 
 def check_is_of_trainer(checkpoint: Any, path: Any) -> None:
     """Raises ValueError unless ``checkpoint`` is what Lightning's Trainer saves."""
     if not isinstance(checkpoint, dict) or _VERSION not in checkpoint:
         keys = list(checkpoint) if isinstance(checkpoint, dict) else checkpoint
         raise ValueError(f"{path} is not a checkpoint of Lightning's Trainer: no {_VERSION!r} in {shown(keys)}")
-
-
-class _UnsafeError(pickle.UnpicklingError):
-    def __init__(self, path: Any, name: str) -> None:
-        super().__init__(
-            f"{path} holds an object of {name}, and loading it could run code: expected tensors and plain Python"
-            " objects. Only if you trust the file, load it with weights_only=False, an argument of Trainer.fit,"
-            " validate, test and predict, Fabric.load and export_pretrained, or allow the class before:"
-            f" torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])"
-        )
-
-
-def _told(error: BaseException) -> str:
-    """The first line of an error's message, without the hints of C++."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0].partition('. This is ')[0]}"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from liger_ops.arguments import check_bool, check_integer, check_path, shown, wrong_type, wrong_value
 from lightning_liger.resuming.atomic_io import replace
-from lightning_liger.resuming.safe_loading import check_metadata, load_file, sharded_errors_explained
+from lightning_liger.resuming.safe_loading import check_checkpoint, load_file, loading_safely
 
 _PREFIX = "model."
 _ADAPTED = ".base_layer."
@@ -53,7 +53,7 @@ def export_pretrained(
 
     Raises:
         FileNotFoundError: If there is no checkpoint at ``ckpt_path``.
-        OSError: If the disk is full.
+        RuntimeError: If it cannot be saved, because the disk is full for example.
         pickle.UnpicklingError: With ``weights_only``, if the checkpoint holds objects of other classes, and for a
             ``.metadata`` that does in any case; the message names the class, and how to allow it.
         TypeError: If ``module.model`` is not a Hugging Face model, and for arguments of a wrong type.
@@ -118,7 +118,7 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
     metadata = path / ".metadata"
     if not metadata.is_file():
         raise FileNotFoundError(f"ckpt_path must be a checkpoint file or the folder of a sharded one, got '{path}'")
-    check_metadata(metadata, weights_only)
+    check_checkpoint(path)
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata.items()
     stored = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
@@ -127,7 +127,7 @@ def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a sharded Lightning checkpoint: no name starts with one of {_FOLDER_PREFIXES}")
     own = ((key, entry) for key, entry in stored.items() if key.startswith(prefix))
     weights = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in own}
-    with warnings.catch_warnings(), sharded_errors_explained(path):
+    with warnings.catch_warnings(), loading_safely(path):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(weights, storage_reader=reader, no_dist=True)
     return {key.removeprefix(prefix): tensor for key, tensor in weights.items()}

@@ -19,7 +19,7 @@ from tests.lightning_liger.malicious import Payload, with_metadata, write_deepsp
 from tests.lightning_liger.strategies.workers.distributed import make_trainer
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch
 
-REFUSED = "holds an object of .*, and loading it could run code"
+REFUSED = "is incomplete, or loading it could run code"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -43,26 +43,31 @@ def metadata(path: Path, marker: Path) -> Path:
     return with_metadata(path, Payload(marker))
 
 
-def deepspeed(path: Path, marker: Path) -> Path:
-    return write_deepspeed(path, {"module": {}}, {"loss_scaler": Payload(marker)})
-
-
-ENGINES = {"Single": (), "DDP": (), "FSDP": (metadata,), "ModelParallel": (metadata,), "DeepSpeed": (deepspeed,)}
+ENGINES = {"Single": (), "DDP": (), "FSDP": (metadata,), "ModelParallel": (metadata,)}
 
 
 @pytest.mark.parametrize("prefix", ["", "Fabric"], ids=["trainer", "fabric"])
 @pytest.mark.parametrize("fault_tolerance", [True, False])
 @pytest.mark.parametrize(("name", "write"), [(name, write) for name in ENGINES for write in (file, *ENGINES[name])])
 def test_strategies_refuse_a_checkpoint_before_they_read_it(tmp_path, marker, name, prefix, fault_tolerance, write):
-    if name in ("Single", "DDP") and not fault_tolerance:
-        pytest.skip("Lightning and PyTorch read the file")
-    if name == "DeepSpeed":
-        pytest.importorskip("deepspeed")
     suffix = "Device" if name == "Single" else ""
     strategy = getattr(liger, f"{prefix}Liger{name}{suffix}Strategy")(fault_tolerance=fault_tolerance)
     path = write(tmp_path / "evil", marker)
     with pytest.raises(pickle.UnpicklingError, match=f"{path}.* {REFUSED}"):
         strategy.load_checkpoint(path)
+
+
+@pytest.mark.parametrize("prefix", ["", "Fabric"], ids=["trainer", "fabric"])
+def test_files_that_deepspeed_reads_are_refused(tmp_path, marker, prefix):
+    engine = pytest.importorskip("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine").TorchCheckpointEngine()
+    strategy = getattr(liger, f"{prefix}LigerDeepSpeedStrategy")()
+    scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler").LossScaler(1.0)
+    path = write_deepspeed(tmp_path / "evil", {"loss_scaler": scaler}, {"loss_scaler": Payload(marker)})
+    honest, evil = sorted((path / "checkpoint").iterdir())
+    for weights_only in (None, True):
+        strategy._checkpoints.load("path", path, weights_only, lambda _: engine.load(honest))
+        with pytest.raises(pickle.UnpicklingError, match=f"{path} {REFUSED}"):
+            strategy._checkpoints.load("path", path, weights_only, lambda _: engine.load(evil))
 
 
 @pytest.mark.parametrize("strategy", ["liger_fsdp", "liger_model_parallel"])

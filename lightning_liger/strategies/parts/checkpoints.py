@@ -8,7 +8,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from liger_ops.arguments import check_bool, check_path
 from lightning_liger.resuming.atomic_io import atomic_by_default, fail_together, replace
-from lightning_liger.resuming.safe_loading import check_checkpoint, sharded_errors_explained
+from lightning_liger.resuming.safe_loading import check_checkpoint, loading_safely
 
 
 class Checkpoints:
@@ -21,8 +21,8 @@ class Checkpoints:
     """Whether Lightning's strategy writes files and folders without its ``checkpoint_io``."""
     are_sharded = False
     """Whether Lightning's strategy reads files itself, into sharded models."""
-    classes: Callable[[], tuple[type, ...]] | None = None
-    """Those that files consist of besides PyTorch's, where the engine reads them itself."""
+    classes: Callable[[], tuple[type, ...]] = tuple
+    """Those that files consist of besides PyTorch's."""
 
     def __init__(self, strategy: Any, fault_tolerance: bool, io: CheckpointIO | None) -> None:
         check_bool("fault_tolerance", fault_tolerance)
@@ -44,7 +44,7 @@ class Checkpoints:
         """What ``read`` returns for a path that is the value of ``argument``, once it is known to run no code."""
         check_path(argument, path)
         path = self._strategy.broadcast(path)
-        with sharded_errors_explained(path):
-            if self.are_sharded or self.classes is not None:  # or else ``checkpoint_io`` reads and checks them
-                check_checkpoint(Path(path), weights_only, self.classes() if self.classes is not None else ())
+        if self.are_sharded:
+            check_checkpoint(Path(path), weights_only)
+        with loading_safely(path, weights_only, self.classes()):
             return read(path)

@@ -1,4 +1,4 @@
-"""Linear layers in float8: exact sums, float64 of what payloads hold, float64 of the operands, and autograd's rules."""
+"""Linear layers in float8: exact sums, float64 of what payloads hold, and float64 of the operands."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_ops.fp8.linear import scaled_linear
-from liger_ops.fp8.products import DEFAULT_OPTIONS, Float8Options
+from liger_ops.fp8.products import Float8Options
 from liger_ops.fp8.weights import Float8Weight
 from tests.liger_ops.accuracy import LAYOUTS, few, lay_out
 from tests.liger_ops.fp8.oracle import as_numpy, dequantized, scales_of
@@ -176,31 +176,6 @@ def test_emulated_products_are_close_to_the_devices(device: torch.device) -> Non
         assert error_of(found, as_numpy(emulated)) <= 2.5e-3
 
 
-@pytest.mark.parametrize("needs", [(1, 1, 1, 1), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1)])
-def test_only_what_is_needed_is_computed_and_saved(device: torch.device, needs: tuple[int, ...]) -> None:
-    """x is saved for gradients of weights alone, and ``before_output`` sees what is saved, in that order, once."""
-    x, weights, upstream = draw_layer(device)
-    bias = torch.randn(32, device=device).bfloat16()
-    all_leaves = leaves_of(x, *weights, bias)
-    expected = torch.autograd.grad(
-        scaled_linear(all_leaves[0], all_leaves[1:3], [all_leaves[3], None]), all_leaves, upstream
-    )
-    leaves = [each.detach().requires_grad_(bool(need)) for each, need in zip(all_leaves, needs, strict=True)]
-    packed: list[Tensor] = []
-    seen: list[list[Tensor]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: packed.append(each) or each, lambda each: each):
-        outputs = scaled_linear(
-            leaves[0], leaves[1:3], [leaves[3], None], before_output=lambda saved: seen.append([*saved])
-        )
-    assert [each.data_ptr() for each in packed] == [each.data_ptr() for each in seen[0]]
-    assert len(seen) == 1
-    assert (leaves[0].data_ptr() in {each.data_ptr() for each in packed}) == any(needs[1:3])
-    torch.autograd.backward(outputs, upstream)
-    for leaf, truth in zip(leaves, expected, strict=True):
-        assert (leaf.grad is not None) == leaf.requires_grad
-        assert leaf.grad is None or torch.equal(leaf.grad, truth)
-
-
 def test_gradients_of_biases_are_sums_of_what_arrived(device: torch.device) -> None:
     """Not of payloads, which would lose small rows."""
     x, weights, upstream = draw_layer(device, torch.float32, sizes=(32,))
@@ -224,35 +199,6 @@ def test_outputs_that_nobody_uses(device: torch.device, used: int) -> None:
         torch.testing.assert_close(grad, expected[1] if index == used else torch.zeros_like(grad))
 
 
-@pytest.mark.parametrize("lead", [(0,), (2, 0), (0, 3)])
-def test_no_tokens(device: torch.device, lead: tuple[int, ...]) -> None:
-    _, weights, _ = draw_layer(device)
-    leaves = leaves_of(torch.randn(*lead, 48, device=device).bfloat16(), *weights, torch.randn(32, device=device))
-    outputs = scaled_linear(leaves[0], leaves[1:3], [leaves[3], None])
-    assert [each.shape for each in outputs] == [(*lead, 32), (*lead, 16)]
-    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-    assert leaves[0].grad.shape == leaves[0].shape
-    assert not any(leaf.grad.any() for leaf in leaves[1:])
-
-
-def test_autocast_of_float32(device: torch.device) -> None:
-    """The outputs of autocast's dtype, of what x was, and gradients of the weights' dtype."""
-    x, weights, upstream = draw_layer(device, torch.float32)
-    leaves = leaves_of(x, *weights)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        outputs = scaled_linear(leaves[0], leaves[1:])
-    wide = scaled_linear(x, weights)
-    for found, truth in zip(outputs, wide, strict=True):
-        assert found.dtype == torch.bfloat16
-        assert error_of(found, as_numpy(truth)) <= 2.5e-3
-    grads = torch.autograd.grad(outputs, leaves, [each.bfloat16() for each in upstream])
-    assert all(grad.dtype == torch.float32 for grad in grads)
-    truth = as_numpy(torch.cat(upstream, dim=1)).T @ as_numpy(x)
-    assert error_of(torch.cat(grads[1:]), truth) <= 0.05
-    rounded = torch.cat(grads[1:])
-    assert not torch.equal(rounded, rounded.bfloat16().float())  # float32 products, not rounded in between
-
-
 def test_infinities_lose_their_token_and_the_weights_gradient(device: torch.device) -> None:
     """And NaN its token, and the rows and columns of the gradient in which plain products have it."""
     for value, place in ((torch.inf, "x"), (-torch.inf, "g"), (torch.nan, "x"), (torch.nan, "g")):
@@ -268,52 +214,6 @@ def test_infinities_lose_their_token_and_the_weights_gradient(device: torch.devi
         lost = ~grad_weight.isfinite()
         assert (lost[:, 5] if place == "x" else lost[5]).all()
         assert value == value or lost.sum() == (32 if place == "x" else 48)
-
-
-def test_one_graph_gives_the_same_gradients_again(device: torch.device) -> None:
-    x, weights, upstream = draw_layer(device)
-    leaves = leaves_of(x, *weights)
-    first, second = (scaled_linear(leaves[0], leaves[1:]) for _ in range(2))  # two forwards before any backward
-    assert all(torch.equal(*each) for each in zip(first, second, strict=True))
-    expected = torch.autograd.grad(first, leaves, upstream, retain_graph=True)
-    again = torch.autograd.grad(first, leaves, upstream)
-    other = torch.autograd.grad(second, leaves, upstream)
-    for results in zip(expected, again, other, strict=True):
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
-    for _ in range(2):
-        torch.autograd.backward(scaled_linear(leaves[0], leaves[1:]), upstream)
-    assert all(torch.equal(leaf.grad, 2 * grad) for leaf, grad in zip(leaves, expected, strict=True))
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            found = scaled_linear(leaves[0], leaves[1:])
-        assert all(torch.equal(*each) for each in zip(found, first, strict=True))
-
-
-def test_second_derivatives_raise(device: torch.device) -> None:
-    x, weights, upstream = draw_layer(device)
-    (leaf,) = leaves_of(x)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(scaled_linear(leaf, weights), leaf, upstream, create_graph=True)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_writing_to_saved_tensors_raises(device: torch.device, index: int) -> None:
-    x, weights, upstream = draw_layer(device)
-    leaves = leaves_of(x, *weights)
-    outputs = scaled_linear(leaves[0], leaves[1:])
-    with torch.no_grad():
-        leaves[index].mul_(2.0)
-    with pytest.raises(RuntimeError, match="inplace"):
-        torch.autograd.grad(outputs, leaves, upstream)
-
-
-def test_inputs_stay(device: torch.device) -> None:
-    x, weights, upstream = draw_layer(device)
-    leaves = leaves_of(x, *weights)
-    copies = [each.detach().clone() for each in (*leaves, *upstream)]
-    torch.autograd.backward(scaled_linear(leaves[0], leaves[1:]), upstream)
-    assert all(torch.equal(each, copy) for each, copy in zip((*leaves, *upstream), copies, strict=True))
 
 
 @pytest.mark.parametrize("held", [(0,), (1,), (0, 1), (0, 1, 2)])
@@ -369,7 +269,3 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], words: list[str
         with pytest.raises(error, match=pattern):
             scaled_linear(*arguments, before_output=seen.append)
     assert not seen
-
-
-def test_default_options_are_those_of_the_recipe() -> None:
-    assert DEFAULT_OPTIONS == ((True, False, False), False, False, False)

@@ -1,6 +1,5 @@
 """A checkpoint is whole or not there, whatever happens while it is saved."""
 
-import errno
 import itertools
 import os
 import shutil
@@ -102,20 +101,18 @@ def test_full_disk_is_an_error_that_names_the_path_and_leaves_the_checkpoint_bef
     path = tmp_path / "last.ckpt"
     if is_there:
         save_in(kind, path, OLD)
-    with files_of_at_most(2**16), pytest.raises(OSError, match="cannot save the checkpoint") as error:
+    with files_of_at_most(2**16), pytest.raises(RuntimeError, match=f"cannot save {path}, .*File too large"):
         save_in(kind, path, NEW)
-    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(path))
-    assert ("the previous checkpoint is unchanged" in str(error.value)) == is_there
     assert list(tmp_path.iterdir()) == [path] * is_there
     if is_there:
         torch.testing.assert_close(load(path), OLD)
 
 
-def test_other_errors_stay_what_they_are(tmp_path):
+def test_other_errors_name_the_path_too(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(RuntimeError, match=r"last\.ckpt.* FileExistsError"):
         AtomicCheckpointIO().save_checkpoint(OLD, tmp_path / "file" / "last.ckpt")
-    with pytest.raises(AttributeError, match="local"):
+    with pytest.raises(RuntimeError, match=r"last\.ckpt.* AttributeError.* local"):
         AtomicCheckpointIO().save_checkpoint({"unpicklable": lambda: None}, tmp_path / "last.ckpt")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     with pytest.raises(TypeError, match="storage_options"):
@@ -180,7 +177,7 @@ def test_fabric_writes_atomically(tmp_path, name):
     path, state = tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer, "step": 1}
     fabric.save(path, state)
     before = sorted(tmp_path.rglob("*"))
-    with files_of_at_most(2**12), pytest.raises((OSError, RuntimeError)):
+    with files_of_at_most(2**12), pytest.raises(RuntimeError, match=f"cannot save {path}"):
         fabric.save(path, {**state, "step": 2})
     assert sorted(tmp_path.rglob("*")) == before
     loaded = {**state, "step": 0}

@@ -1,6 +1,5 @@
 """After SIGTERM, SIGKILL or a full disk, training resumes from the checkpoints that are left."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -123,9 +122,9 @@ def test_full_disk_of_one_rank_is_an_error_on_all_and_the_checkpoint_before_is_w
     _, results, folder = ranks
     for result in results:
         error = result[way]["full-disk"]
-        assert isinstance(error, OSError)
-        assert error.errno == errno.EFBIG
+        assert isinstance(error, RuntimeError)
         assert "last.ckpt" in str(error)
+        assert "File too large" in str(error)
         assert result[way]["after-full-disk"] == ["last.ckpt", "step=4.ckpt", "step=8.ckpt"]
     path = folder / way / "last.ckpt"
     checkpoint = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True)
