@@ -50,7 +50,7 @@ class Float8Recipe:
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
     filter: Filter = "auto"
     skip_layers: tuple[int, int] = (0, 0)
-    min_tokens: int = 1024
+    min_tokens: int = 2048
     save: Literal["auto", "fp8"] = "auto"
     evaluate: bool = False
     hold_frozen: Literal["auto"] | bool = "auto"
@@ -121,11 +121,14 @@ def check_float8(fp8: Any) -> Float8Recipe | None:
 _FLOPS_PER_BYTE = 128
 """Multiplications saved in the time of a byte moved, with a margin: an H200 saves 6 * out * in FLOPs a token at the
 difference of 660 and 1230 TFLOP/s, and moves 6 bytes for each input and 5 for each output at 4 TB/s."""
+_LEAST_WEIGHTS = 2**23
+"""Layers with fewer weights take less time on the GPU than Python needs for their further kernels."""
 
 
 def is_too_small(out_features: int, in_features: int) -> bool:
     """Whether layers of this size, which share their input, gain nothing: casts take as long as they save."""
-    return out_features * in_features < _FLOPS_PER_BYTE * (6 * in_features + 5 * out_features)
+    num_weights = out_features * in_features
+    return num_weights < max(_LEAST_WEIGHTS, _FLOPS_PER_BYTE * (6 * in_features + 5 * out_features))
 
 
 def fp8_share(model: nn.Module) -> float | None:

@@ -23,6 +23,7 @@ from liger_ops.fp8.products import DEFAULT_OPTIONS, MAX_FAST_ACCUM, MULTIPLE, Fl
 from liger_ops.fp8.rows import (
     E4M3,
     is_interpreted,
+    next_power_of_2,
     num_warps_for,
     quantize_rows,
     quantize_rows_reference,
@@ -127,7 +128,7 @@ def _gated_rows_backward_kernel(
         grad = tl.load(grad_ptr + row * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(gate_ptr + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        if not INTERPRETED:
+        if BLOCK_SIZE >= 1024 and not INTERPRETED:
             next_row = tl.minimum(row + tl.num_programs(0), num_rows - 1)
             _prefetch(grad_ptr + next_row * num_columns, num_columns, BLOCK_SIZE)
             _prefetch(gate_ptr + next_row * row_stride, num_columns, BLOCK_SIZE)
@@ -186,9 +187,9 @@ def _gated_rows(
         row_stride=gate.stride(0),
         num_columns=gate.shape[1],
         ACTIVATION=activation,
-        BLOCK_SIZE=triton.next_power_of_2(gate.shape[1]),
+        BLOCK_SIZE=next_power_of_2(gate.shape[1]),
         INTERPRETED=is_interpreted(gate),
-        num_warps=num_warps_for(triton.next_power_of_2(gate.shape[1])),
+        num_warps=num_warps_for(next_power_of_2(gate.shape[1])),
     )
 
 
@@ -233,9 +234,9 @@ def _gated_rows_backward(
         num_rows=num_rows,
         num_columns=num_columns,
         ACTIVATION=activation,
-        BLOCK_SIZE=triton.next_power_of_2(num_columns),
+        BLOCK_SIZE=next_power_of_2(num_columns),
         INTERPRETED=is_interpreted(gate),
-        num_warps=num_warps_for(triton.next_power_of_2(num_columns)),
+        num_warps=num_warps_for(next_power_of_2(num_columns)),
     )
 
 
