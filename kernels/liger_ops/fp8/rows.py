@@ -72,19 +72,12 @@ def row_scale(amax):
 
 
 @triton.jit
-def _load(ptr, columns, num_columns, channel_scale_ptr):
+def _load(ptr, columns, num_columns, channel_scale_ptr, first_channel):
     x = tl.load(ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
     if channel_scale_ptr is not None:
-        x *= tl.load(channel_scale_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+        scales = tl.load(channel_scale_ptr + first_channel + columns, mask=columns < num_columns, other=0.0)
+        x *= scales.to(tl.float32)
     return x
-
-
-@triton.jit
-def _part(part_ptr, row, row_stride, channel_scale_ptr, offset):
-    """Where a row of one part starts, and the scales of its channels."""
-    if channel_scale_ptr is not None:
-        channel_scale_ptr += offset
-    return part_ptr + row * row_stride, channel_scale_ptr
 
 
 @triton.jit
@@ -119,17 +112,18 @@ def _quantize_rows_kernel(
     first_ptr += row * first_row_stride
     if HOLDS:
         first_range = tl.arange(0, FIRST_BLOCK)
-        first = _load(first_ptr, first_range, first_columns, channel_scale_ptr)
+        first = _load(first_ptr, first_range, first_columns, channel_scale_ptr, 0)
         amax = tl.max(tl.abs(first))
         if second_ptr is not None:
             second_range = tl.arange(0, SECOND_BLOCK)
-            start, scales = _part(second_ptr, row, second_row_stride, channel_scale_ptr, first_columns)
-            second = _load(start, second_range, second_columns, scales)
+            second_ptr += row * second_row_stride
+            second = _load(second_ptr, second_range, second_columns, channel_scale_ptr, first_columns)
             amax = tl.maximum(amax, tl.max(tl.abs(second)))
         if third_ptr is not None:
             third_range = tl.arange(0, THIRD_BLOCK)
-            start, scales = _part(third_ptr, row, third_row_stride, channel_scale_ptr, first_columns + second_columns)
-            third = _load(start, third_range, third_columns, scales)
+            third_ptr += row * third_row_stride
+            offset = first_columns + second_columns
+            third = _load(third_ptr, third_range, third_columns, channel_scale_ptr, offset)
             amax = tl.maximum(amax, tl.max(tl.abs(third)))
         scale, inverse = row_scale(amax)
         _store(payload_ptr, first, inverse, first_range, first_columns, INTERPRETED)
@@ -142,10 +136,10 @@ def _quantize_rows_kernel(
         block = tl.arange(0, FIRST_BLOCK)
         largest = tl.zeros([FIRST_BLOCK], dtype=tl.float32)
         for start in range(0, first_columns, FIRST_BLOCK):
-            largest = tl.maximum(largest, tl.abs(_load(first_ptr, start + block, first_columns, channel_scale_ptr)))
+            largest = tl.maximum(largest, tl.abs(_load(first_ptr, start + block, first_columns, channel_scale_ptr, 0)))
         scale, inverse = row_scale(tl.max(largest))
         for start in range(0, first_columns, FIRST_BLOCK):
-            x = _load(first_ptr, start + block, first_columns, channel_scale_ptr)
+            x = _load(first_ptr, start + block, first_columns, channel_scale_ptr, 0)
             _store(payload_ptr, x, inverse, start + block, first_columns, INTERPRETED)
     tl.store(scale_ptr + row, scale)
 

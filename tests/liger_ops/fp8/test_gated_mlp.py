@@ -137,7 +137,7 @@ def test_close_to_float64_of_the_operands(device: torch.device, activation: str)
     wide = [each.double().requires_grad_() for each in (x, down, gate, up)]
     y = (ACTIVATIONS[activation](wide[0] @ wide[2].t()) * (wide[0] @ wide[3].t())) @ wide[1].t()
     truth = [y, *torch.autograd.grad(y, wide, grad.double())]
-    for actual, expected, bound in zip(found, truth, (0.085, 0.1, 0.08, 0.1, 0.1), strict=True):
+    for actual, expected, bound in zip(found, truth, (0.09, 0.1, 0.09, 0.1, 0.1), strict=True):
         assert error_of(actual, as_numpy(expected)) <= bound
         cosine = F.cosine_similarity(actual.double().flatten(), expected.flatten(), dim=0)
         assert cosine >= 0.995
