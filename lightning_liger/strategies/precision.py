@@ -158,7 +158,8 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.
         scaler: A ``ShardedGradScaler`` for ``"16-mixed"``.
         kernels: As in :func:`~lightning_liger.apply_liger_kernels`.
-        on_nonfinite_grad, fp8: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        on_nonfinite_grad: As in :class:`~lightning_liger.LigerFSDPStrategy`.
+        fp8: As there.
 
     Raises:
         TypeError: For ``kernels`` or a ``scaler`` of another type.

@@ -221,7 +221,8 @@ def record(function: Callable[..., Any], tensors: Tensors) -> list[tuple[Any, tu
 
 
 def test_cases_run_every_registered_op(triton_device: torch.device) -> None:
-    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("liger_ops::")}
+    names = torch._C._dispatch_get_all_op_names()
+    registered = {name for name in names if name.startswith("liger_ops::") and not name.startswith("liger_ops::fp8_")}
     calls = [call for case in CASES.values() for call in record(case.fused, make(case, triton_device))]
     registered.discard("liger_ops::gated_unit_backward_")  # runs only if nobody, such as the recorder, holds its inputs
     assert {op.name() for op, _ in calls} == registered

@@ -95,7 +95,8 @@ class ScaledLinearFunction(torch.autograd.Function):
         options: Float8Options = ctx.options
         count = len(ctx.sizes)
         needs_weights, needs_biases = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
-        weights, (w_scale, *inputs) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # read once, as PyTorch's activation checkpointing asks
+        weights, (w_scale, *inputs) = saved[:count], saved[count:]
         rows = [backend.as_rows(grad, grad.shape[-1]) for grad in grads]
         g_payload, g_scale = quantize_rows(rows, w_scale)
         grad_x = None

@@ -22,7 +22,7 @@ COMMANDS = [
     ((*FIT, "more"), "unrecognized arguments: more"),
     (("predict", *TINY, "--data.prompt=a"), "ckpt_path must be a checkpoint to predict with", "got None"),
     (("predict", *TINY, "--data.prompt=a", "--ckpt_path=last"), "ckpt_path must be a checkpoint to predict with"),
-    (("export", *TINY, "--ckpt_path=half.ckpt", "--output=a"), "half.ckpt is not a file of torch.save, or incomplete"),
+    (("export", *TINY, "--ckpt_path=half.ckpt", "--output=a"), "half.ckpt is incomplete, or does not fit the model"),
     (("inspect",), "required: model"),
     (("init", "sft", "--outptu=a.yaml"), "outptu is no option (did you mean 'output'?)"),
     (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
@@ -60,7 +60,7 @@ OPTIONS = {
     "ckpt_path=no.ckpt": ("ckpt_path must be the path of a checkpoint that exists, got 'no.ckpt'",),
     "ckpt_path=": ("ckpt_path must be the path of a checkpoint that exists, got ''",),
     "ckpt_path=list.ckpt": ("list.ckpt", "'state_dict'"),
-    "ckpt_path=half.ckpt": ("half.ckpt is not a file of torch.save, or incomplete",),
+    "ckpt_path=half.ckpt": ("half.ckpt is incomplete, or does not fit the model",),
 }
 """Options of ``fit``, and parts of the message."""
 

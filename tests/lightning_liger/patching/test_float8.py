@@ -196,6 +196,15 @@ def test_layers_that_get_another_input_run_alone_from_then_on() -> None:
     assert layers._waiting is None
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_of_pytorch_changes_no_bit(use_reentrant: bool) -> None:
+    model, recomputed = tiny_llama().train(), tiny_llama().train()
+    recomputed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    for each in (model, recomputed):
+        apply_liger_kernels(each, fp8=EVERY)
+    assert same(train_step(recomputed), train_step(model))
+
+
 def test_hooks_on_a_layer_are_run() -> None:
     model = tiny_llama()
     apply_liger_kernels(model, fp8=EVERY)
