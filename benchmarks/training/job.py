@@ -25,7 +25,7 @@ class Job:
             in the first two.
         traced_steps: Steps after those, in which the GPU's idle time is measured.
         optimizer: ``"adamw"`` or ``"sgd"``.
-        learning_rate: Constant after ``learning_rate_warm_up`` steps.
+        learning_rate: Constant after ``learning_rate_warm_up`` steps, or falling to 0 with ``learning_rate_falls``.
         context_parallel_size: Processes that share each sequence.
         states_first: Whether the optimizer's states exist before the first step, so that it needs the memory of all.
         memory_limit_gib: The most memory that PyTorch may take from the GPU.
@@ -53,6 +53,7 @@ class Job:
     optimizer: str = "adamw"
     learning_rate: float = 1e-4
     learning_rate_warm_up: int = 0
+    learning_rate_falls: bool = False
     context_parallel_size: int = 1
     states_first: bool = False
     memory_limit_gib: float | None = None

@@ -57,6 +57,7 @@ def make_jobs(arms: Sequence[Arm], num_seeds: int, steps: int, cache: str, tiny:
                 steps=steps,
                 learning_rate=6e-4,
                 learning_rate_warm_up=max(1, steps // 15),
+                learning_rate_falls=True,  # runs at a constant rate differ by more than the margin
                 text_cache=cache,
                 vocab_size=512 if tiny else 16384,
                 every_linear_fp8=True,

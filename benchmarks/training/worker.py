@@ -132,7 +132,11 @@ class BenchmarkLM(L.LightningModule):
         if not job.learning_rate_warm_up:
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / job.learning_rate_warm_up)
+            optimizer,
+            lambda step: min(
+                (step + 1) / job.learning_rate_warm_up,
+                max(0.0, 1.0 - step / job.steps) if job.learning_rate_falls else 1.0,
+            ),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
