@@ -41,6 +41,11 @@ def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     return use_triton(tensor)
 
 
+def next_power_of_2(size: int) -> int:
+    """The least power of two that is at least ``size``, 0 of 0. Triton's own takes microseconds."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """How many programs of a persistent kernel run at once, one on each multiprocessor."""
@@ -124,11 +129,12 @@ def graph_ends() -> bool:
     return not is_traced() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def take_saved_tensors(ctx: Any) -> tuple[list[Any], bool]:
+def take_saved_tensors(ctx: Any, own: int | None = None) -> tuple[list[Any], bool]:
     """The tensors that a Function saved, or None, and whether its backward may write over all of them.
 
-    It may if backward frees its graph, and nothing but the caller refers to them and to memory that PyTorch allocated.
-    Then the Function's own references are gone: a second call would raise.
+    With ``own`` over the one of this index, which the Function itself made. It may if backward frees its graph, and
+    nothing but the caller refers to them and to memory that PyTorch allocated. Then the Function's own references are
+    gone: a second call would raise.
     """
     tensors = list(ctx.saved_tensors)  # once: hooks may make them anew each time
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
@@ -137,28 +143,19 @@ def take_saved_tensors(ctx: Any) -> tuple[list[Any], bool]:
         return tensors, False
     tensors.append(torch.empty(0))  # referred to as the others would be
     ctx.maybe_clear_saved_tensors()
-    counts = [None if tensor is None else _count_references(tensor) for tensor in tensors]
-    *tensors, _ = tensors
+    candidates = tensors if own is None else [tensors[own], tensors[-1]]
+    counts = [None if tensor is None else _count_references(tensor) for tensor in candidates]
     is_free = all(
-        tensor is None or (count == counts[-1] and _is_result(tensor))
-        for tensor, count in zip(tensors, counts, strict=False)
+        tensor is None
+        or (count == counts[-1] and _is_dense(tensor) and (own is not None or tensor.grad_fn is not None))  # no leaf
+        for tensor, count in zip(candidates[:-1], counts, strict=False)
     )
-    return tensors, is_free
+    return tensors[:-1], is_free
 
 
-def is_unshared(tensors: list[Any], index: int) -> bool:
-    """Whether only ``tensors`` refers to one of them, which is dense and in memory that PyTorch allocated."""
-    tensor, probe = tensors[index], torch.empty(0)
-    tensors.append(probe)  # referred to as the other would be
-    is_free = _count_references(tensor) == _count_references(probe)
-    tensors.pop()
-    return is_free and type(tensor) is Tensor and tensor.is_contiguous() and tensor.untyped_storage().resizable()
-
-
-def _is_result(tensor: Tensor) -> bool:
-    """Whether an op made a tensor, in memory of PyTorch's and dense: no leaf, and no view of an array, say."""
-    is_plain = type(tensor) is Tensor and tensor.grad_fn is not None and tensor.is_contiguous()
-    return is_plain and tensor.untyped_storage().resizable()
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is plain and dense, in memory of PyTorch's: no view of an array, say."""
+    return type(tensor) is Tensor and tensor.is_contiguous() and tensor.untyped_storage().resizable()
 
 
 def _count_references(tensor: Tensor) -> tuple[int, ...]:

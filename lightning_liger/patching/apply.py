@@ -145,11 +145,10 @@ def _find_linears(model: nn.Module, recipe: Float8Recipe, found: Sequence[Any]) 
         reason = None if recipe.emulate else unsupported(device)
         if reason is not None:
             raise ValueError(f"fp8={recipe} is not supported on {device}: {reason}")
-    heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
     replacements = [(module, replacement) for module, _, replacement in found]
     replacements += [(each, each.liger_replacement) for each in model.modules() if isinstance(each, Patched)]
     shared = [(module, (each.gate, each.up)) for module, each in replacements if isinstance(each, MLPReplacement)]
-    groups = list(find_layers_of(model, recipe, heads, shared))
+    groups = list(find_layers_of(model, recipe, _head_layers(model), shared))
     if not any(entry.replacement for _, entry in groups) and not converted_layers(model):
         reasons = dict.fromkeys(f"{entry.structure}: {entry.reason}" for _, entry in groups)
         shown = "; ".join(list(reasons)[:3]) or "it has no linear layers"
@@ -176,7 +175,7 @@ def _find_replacements(
 ) -> Iterator[tuple[nn.Module, PatchEntry, Replacement | None]]:
     """Each module that a rule recognizes, what the report says of it, and its verified replacement, if it has one."""
     head_rule = HeadRule(chosen.get(_HEAD, {}))
-    heads = {id(layer) for _, head in _heads(model) for layer in _projections(head)}
+    heads = _head_layers(model)
     decisions: dict[Hashable, _Decision | None] = {}
     for module in model.modules():
         if isinstance(module, Patched):
@@ -257,6 +256,11 @@ def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     largest = [linear for linear in linears if linear.out_features == max(sizes, default=None)]
     if not owners and len(largest) == 1:
         yield model, largest[0]
+
+
+def _head_layers(model: nn.Module) -> set[int]:
+    """Ids of the layers that project onto the vocabulary."""
+    return {id(layer) for _, head in _heads(model) for layer in _projections(head)}
 
 
 def _projections(head: nn.Module) -> list[nn.Module]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from liger_ops.arguments import check_bool, check_choice, check_integer, wrong_type, wrong_value
@@ -146,8 +145,3 @@ def converted_layers(model: nn.Module) -> list[Any]:
     """The :class:`~lightning_liger.patching.rules.linear.Float8Layers` in ``model``, each once."""
     found = [vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)]
     return list({id(layers): layers for layers in found}.values())
-
-
-def compute_dtype_error(dtype: torch.dtype, name: str) -> ValueError:
-    """The error for weights of a dtype that has no float8 products."""
-    return ValueError(f"fp8 needs weights of bfloat16 or float32, got {dtype} of {name!r}: set precision='bf16-true'")

@@ -18,19 +18,18 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating_tensors, wrong_value
-from liger_ops.fp8.linear import DTYPES, BeforeOutput, check_linear, weight_gradient
-from liger_ops.fp8.products import DEFAULT_OPTIONS, MAX_FAST_ACCUM, MULTIPLE, Float8Options, scaled_product
+from liger_ops.fp8.linear import DTYPES, BeforeOutput, check_linear, input_gradient, weight_gradients
+from liger_ops.fp8.products import DEFAULT_OPTIONS, MULTIPLE, Float8Options, scaled_product
 from liger_ops.fp8.rows import (
     E4M3,
     is_interpreted,
-    next_power_of_2,
     num_warps_for,
     quantize_rows,
     quantize_rows_reference,
     row_scale,
     to_e4m3,
 )
-from liger_ops.fp8.weights import joined, quantize_weights, transpose_weights
+from liger_ops.fp8.weights import joined, quantize_weights
 from liger_ops.gated_linear_unit import ACTIVATIONS, activate
 
 _MAX_BLOCK = 16384
@@ -175,6 +174,7 @@ def _gated_rows(
 ) -> None:
     gate, up = _halves(gate_up, up_first)
     kept_gate, kept_up = (None, None) if kept is None else _halves(kept, up_first)
+    block_size = backend.next_power_of_2(gate.shape[1])
     _gated_rows_kernel.launch(
         gate.shape[0],
         gate_ptr=gate,
@@ -187,9 +187,9 @@ def _gated_rows(
         row_stride=gate.stride(0),
         num_columns=gate.shape[1],
         ACTIVATION=activation,
-        BLOCK_SIZE=next_power_of_2(gate.shape[1]),
+        BLOCK_SIZE=block_size,
         INTERPRETED=is_interpreted(gate),
-        num_warps=num_warps_for(next_power_of_2(gate.shape[1])),
+        num_warps=num_warps_for(block_size),
     )
 
 
@@ -215,6 +215,7 @@ def _gated_rows_backward(
     gate_scale, up_scale = _halves(channel_scale, up_first)
     grad_gate, grad_up = _halves(grad_payload, up_first)
     num_rows, num_columns = gate.shape
+    block_size = backend.next_power_of_2(num_columns)
     _gated_rows_backward_kernel.launch(
         min(num_rows, backend.num_multiprocessors(gate.device)),
         grad_ptr=grad,
@@ -234,9 +235,9 @@ def _gated_rows_backward(
         num_rows=num_rows,
         num_columns=num_columns,
         ACTIVATION=activation,
-        BLOCK_SIZE=next_power_of_2(num_columns),
+        BLOCK_SIZE=block_size,
         INTERPRETED=is_interpreted(gate),
-        num_warps=num_warps_for(next_power_of_2(num_columns)),
+        num_warps=num_warps_for(block_size),
     )
 
 
@@ -333,15 +334,8 @@ class GatedMLPFunction(torch.autograd.Function):
         payloads, scale = quantize_weights(gate_up_weights)
         gate_up_scale = scale.bfloat16()
         settings: dict[str, Any] = {"dtype": dtype, "emulate": options.emulate}
-        fast, width = options.fast_accum[0], down.shape[1]
-        gate_up = scaled_product(
-            x_payload,
-            joined(payloads, scale),
-            x_scale,
-            scale,
-            fast_accum=fast and x.shape[-1] <= MAX_FAST_ACCUM,
-            **settings,
-        )
+        fast = options.is_output_fast(x.shape[-1])
+        gate_up = scaled_product(x_payload, joined(payloads, scale), x_scale, scale, fast_accum=fast, **settings)
         del x_payload, payloads
         (payload,), scale = quantize_weights([down])
         down_scale = scale.bfloat16()
@@ -362,59 +356,36 @@ class GatedMLPFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.num_weights = len(gate_up_weights)
         ctx.settings, ctx.x_shape, ctx.x_dtype = (activation, up_first, options), x.shape, x.dtype
-        y = scaled_product(h, payload, h_scale, scale, fast_accum=fast and width <= MAX_FAST_ACCUM, **settings)
+        fast = options.is_output_fast(down.shape[1])
+        y = scaled_product(h, payload, h_scale, scale, fast_accum=fast, **settings)
         return y.view(*x.shape[:-1], down.shape[0])
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, backend.as_rows(grad, grad.shape[-1]))
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    activation, up_first, options = ctx.settings
-    needs_x, needs_down, *needs_gate_up = [ctx.needs_input_grad[index] for index in (0, *range(5, 6 + ctx.num_weights))]
-    saved = list(ctx.saved_tensors)
-    overwrite = backend.graph_ends()
-    if overwrite:
-        ctx.maybe_clear_saved_tensors()  # so that only others' references are left
-        overwrite = backend.is_unshared(saved, ctx.num_others)
-    weights, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
-    down, gate_up_scale, down_scale, *inputs = saved[: ctx.num_others - ctx.num_weights]
-    kept, *kept_scale = saved[ctx.num_others - ctx.num_weights :]
-    del saved
-    settings: dict[str, Any] = {"dtype": grad.dtype, "fast_accum": options.fast_accum[1], "emulate": options.emulate}
-    payload, scale = quantize_rows(grad, down_scale)
-    grad_product = scaled_product(payload, transpose_weights([down], down_scale), scale, None, **settings)
-    grad_payload, grad_scale, product, product_scale = gated_rows_backward(
-        grad_product,
-        kept,
-        kept_scale[0] if kept_scale else None,
-        gate_up_scale,
-        activation,
-        up_first,
-        overwrite=overwrite,
-    )
-    del kept, grad_product
-    grad_down = grad_x = None
-    if needs_down:
-        grad_down = weight_gradient(product, product_scale, [grad], payload, scale, down_scale, down.dtype, options)
-    del product, payload
-    if needs_x:
-        transposed = transpose_weights(weights, gate_up_scale)
-        grad_x = scaled_product(grad_payload, transposed, grad_scale, None, **settings).to(ctx.x_dtype)
-        grad_x = grad_x.view(ctx.x_shape)
-        del transposed
-    grads: list[Tensor | None] = [None] * len(weights)
-    if any(needs_gate_up):
-        x, x_scale = inputs
-        rows = backend.as_rows(x, x.shape[-1])
-        grad_rows = weight_gradient(
-            rows, x_scale, [], grad_payload, grad_scale, gate_up_scale, weights[0].dtype, options
+        activation, up_first, options = ctx.settings
+        count, num_others = ctx.num_weights, ctx.num_others
+        needs_x, needs_down, *needs_gate_up = [ctx.needs_input_grad[index] for index in (0, *range(5, 6 + count))]
+        saved, overwrite = backend.take_saved_tensors(ctx, own=num_others)
+        weights, (down, gate_up_scale, down_scale, *inputs) = saved[:count], saved[count:num_others]
+        kept, kept_scale = (*saved[num_others:], None)[:2]
+        del saved
+        grad = backend.as_rows(grad, grad.shape[-1])
+        payload, scale = quantize_rows(grad, down_scale)
+        grad_product = input_gradient([down], down_scale, payload, scale, grad.dtype, options)
+        grad_payload, grad_scale, *product = gated_rows_backward(
+            grad_product, kept, kept_scale, gate_up_scale, activation, up_first, overwrite=overwrite
         )
-        parts = grad_rows.split([weight.shape[0] for weight in weights])
-        grads = [part if needed else None for part, needed in zip(parts, needs_gate_up, strict=True)]
-    return grad_x, None, None, None, None, grad_down, *grads
+        del kept, grad_product
+        (grad_down,) = weight_gradients([down], [needs_down], product, [grad], payload, scale, down_scale, options)
+        del product, payload
+        grad_x = None
+        if needs_x:
+            grad_x = input_gradient(weights, gate_up_scale, grad_payload, grad_scale, grad.dtype, options)
+            grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
+        inputs[:1] = [backend.as_rows(x, x.shape[-1]) for x in inputs[:1]]
+        grads = weight_gradients(weights, needs_gate_up, inputs, [], grad_payload, grad_scale, gate_up_scale, options)
+        return grad_x, None, None, None, None, grad_down, *grads
 
 
 def scaled_gated_mlp(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
-from liger_ops.fp8.products import DEFAULT_OPTIONS, MAX_FAST_ACCUM, MULTIPLE, Float8Options, scaled_product
+from liger_ops.fp8.products import DEFAULT_OPTIONS, MULTIPLE, Float8Options, scaled_product
 from liger_ops.fp8.rows import quantize_rows
 from liger_ops.fp8.transpose import align, transpose
 from liger_ops.fp8.weights import quantize_weights, transpose_weights
@@ -28,31 +28,61 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of what is multiplied in float8."""
 
 
-def weight_gradient(
-    x: Tensor,
-    x_scale: Tensor,
+def input_gradient(
+    weights: Sequence[Tensor],
+    w_scale: Tensor,
+    g_payload: Tensor,
+    g_scale: Tensor,
+    dtype: torch.dtype,
+    options: Float8Options,
+) -> Tensor:
+    """The gradient ``[M, K]`` of the input of all weights; ``w_scale`` multiplied g's payload."""
+    return scaled_product(
+        g_payload,
+        transpose_weights(weights, w_scale),
+        g_scale,
+        None,
+        dtype=dtype,
+        fast_accum=options.fast_accum[1],
+        emulate=options.emulate,
+    )
+
+
+def weight_gradients(
+    weights: Sequence[Tensor],
+    needs: Sequence[bool],
+    inputs: Sequence[Tensor],
     g: Sequence[Tensor],
     g_payload: Tensor,
     g_scale: Tensor,
     w_scale: Tensor,
-    dtype: torch.dtype,
     options: Float8Options,
-) -> Tensor:
-    """The gradient ``[N, K]`` of weights from x, or its payload, and g in parts; ``w_scale`` multiplied g's payload."""
+) -> list[Tensor | None]:
+    """The gradients of weights that share their input, None where none is needed.
+
+    ``inputs`` are x, or its payload, as rows, and its scales, if any is needed; g comes in parts and as a payload that
+    ``w_scale`` multiplied.
+    """
+    if not any(needs):
+        return [None] * len(needs)
+    (x, x_scale), dtype = inputs, weights[0].dtype
     if options.high_precision_wgrad:
-        return torch.mm((g[0] if len(g) == 1 else torch.cat(list(g), dim=1)).t(), x.to(g[0].dtype)).to(dtype)
-    if x.shape[0] == 0:
-        return x.new_zeros((g_payload.shape[1], x.shape[1]), dtype=dtype)
-    x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
-    return scaled_product(
-        transpose(g_payload, g_factor),
-        transpose(x, x_factor),
-        scale,
-        None,
-        dtype=dtype,
-        fast_accum=options.fast_accum[2],
-        emulate=options.emulate,
-    )
+        gradient = torch.mm((g[0] if len(g) == 1 else torch.cat(list(g), dim=1)).t(), x.to(g[0].dtype)).to(dtype)
+    elif x.shape[0] == 0:
+        gradient = x.new_zeros((g_payload.shape[1], x.shape[1]), dtype=dtype)
+    else:
+        x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
+        gradient = scaled_product(
+            transpose(g_payload, g_factor),
+            transpose(x, x_factor),
+            scale,
+            None,
+            dtype=dtype,
+            fast_accum=options.fast_accum[2],
+            emulate=options.emulate,
+        )
+    parts = gradient.split([weight.shape[0] for weight in weights])
+    return [part if needed else None for part, needed in zip(parts, needs, strict=True)]
 
 
 class ScaledLinearFunction(torch.autograd.Function):
@@ -73,7 +103,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         if before is not None:
             before(saved)
         ctx.save_for_backward(*saved)
-        ctx.options, ctx.sizes, ctx.x_shape, ctx.x_dtype = options, sizes, x.shape, x.dtype
+        ctx.options, ctx.count, ctx.x_shape, ctx.x_dtype = options, count, x.shape, x.dtype
         dtype = backend.autocast_dtype(x.device.type) or x.dtype
         return tuple(
             scaled_product(
@@ -83,7 +113,7 @@ class ScaledLinearFunction(torch.autograd.Function):
                 scale,
                 bias=bias,
                 dtype=dtype,
-                fast_accum=options.fast_accum[0] and x.shape[-1] <= MAX_FAST_ACCUM,
+                fast_accum=options.is_output_fast(x.shape[-1]),
                 emulate=options.emulate,
             ).view(*x.shape[:-1], payload.shape[0])
             for payload, scale, bias in zip(payloads, w_scale.split(sizes), parameters[count:], strict=True)
@@ -93,7 +123,7 @@ class ScaledLinearFunction(torch.autograd.Function):
     @backend.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         options: Float8Options = ctx.options
-        count = len(ctx.sizes)
+        count = ctx.count
         needs_weights, needs_biases = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
         saved = ctx.saved_tensors  # read once, as PyTorch's activation checkpointing asks
         weights, (w_scale, *inputs) = saved[:count], saved[count:]
@@ -101,24 +131,10 @@ class ScaledLinearFunction(torch.autograd.Function):
         g_payload, g_scale = quantize_rows(rows, w_scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = scaled_product(
-                g_payload,
-                transpose_weights(weights, w_scale),
-                g_scale,
-                None,
-                dtype=grads[0].dtype,
-                fast_accum=options.fast_accum[1],
-                emulate=options.emulate,
-            )
+            grad_x = input_gradient(weights, w_scale, g_payload, g_scale, grads[0].dtype, options)
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
-        grad_weights: tuple[Tensor | None, ...] = (None,) * count
-        if any(needs_weights):
-            x, x_scale = inputs
-            x = backend.as_rows(x, x.shape[-1])
-            joined = weight_gradient(x, x_scale, rows, g_payload, g_scale, w_scale, weights[0].dtype, options)
-            grad_weights = tuple(
-                part if need else None for part, need in zip(joined.split(ctx.sizes), needs_weights, strict=True)
-            )
+        inputs[:1] = [backend.as_rows(x, x.shape[-1]) for x in inputs[:1]]
+        grad_weights = weight_gradients(weights, needs_weights, inputs, rows, g_payload, g_scale, w_scale, options)
         grad_biases = [
             g.sum(dim=0).to(weights[0].dtype) if need else None for g, need in zip(rows, needs_biases, strict=True)
         ]

@@ -12,9 +12,7 @@ from liger_ops.fp8.rows import ones
 
 MULTIPLE = 16
 """Of the summed dimension and of the second operand's rows."""
-
-
-MAX_FAST_ACCUM = 8192
+_MAX_FAST_ACCUM = 8192
 """Longer sums take as long without fast accumulation."""
 
 
@@ -27,13 +25,17 @@ class Float8Options(NamedTuple):
     """
 
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
-    """Of the output, if it sums at most ``MAX_FAST_ACCUM`` terms, the gradient of the input and that of the weight."""
+    """Of the output, if it sums at most 8192 terms, the gradient of the input and that of the weight."""
     high_precision_wgrad: bool = False
     """Whether weights' gradients are products of the unquantized tensors."""
     save_payloads: bool = False
     """Whether a gated MLP keeps gate and up in float8 for backward."""
     emulate: bool = False
     """Whether products run in float32, on any device."""
+
+    def is_output_fast(self, num_terms: int) -> bool:
+        """Whether a product for an output that sums so many terms uses fast accumulation."""
+        return self.fast_accum[0] and num_terms <= _MAX_FAST_ACCUM
 
 
 DEFAULT_OPTIONS = Float8Options()

@@ -144,11 +144,6 @@ def _quantize_rows_kernel(
     tl.store(scale_ptr + row, scale)
 
 
-def next_power_of_2(size: int) -> int:
-    """The least power of two that is at least ``size``, 0 of 0; Triton's own takes microseconds."""
-    return 1 << (size - 1).bit_length() if size else 0
-
-
 def num_warps_for(block_size: int) -> int:
     """Warps for programs that hold so many columns of a row, a power of two: 16 elements a thread."""
     return max(1, min(16, block_size // 512))
@@ -174,7 +169,7 @@ def _quantize_rows(
 ) -> None:
     parts = [first, second, third]
     columns = [0 if part is None else part.shape[1] for part in parts]
-    blocks = [next_power_of_2(each) for each in columns]
+    blocks = [backend.next_power_of_2(each) for each in columns]
     holds = sum(blocks) <= _HELD_COLUMNS
     if not holds:
         blocks = [_LOOP_COLUMNS, 1, 1]
@@ -229,7 +224,7 @@ def quantize_rows(
         payload.copy_(found[0])
         scale.copy_(found[1])
         return payload, scale
-    columns = [next_power_of_2(part.shape[1]) for part in parts]
+    columns = [backend.next_power_of_2(part.shape[1]) for part in parts]
     if len(parts) > 3 or (len(parts) > 1 and sum(columns) > _HELD_COLUMNS):
         parts = [torch.cat(parts, dim=1)]
     rows = [backend.as_rows(part, part.shape[1]) for part in parts]

@@ -16,22 +16,21 @@ from torch.nn.utils import parametrize
 
 from liger_ops.arguments import did_you_mean
 from liger_ops.backend import autocast_dtype
-from liger_ops.fp8.linear import scaled_linear
+from liger_ops.fp8.linear import DTYPES, scaled_linear
 from liger_ops.fp8.products import MULTIPLE, Float8Options
 from liger_ops.fp8.weights import Float8Shard, Float8Weight, plain
 from lightning_liger.activations.cheap import count_writes
 from lightning_liger.activations.frames import end_recomputation_with
 from lightning_liger.activations.layers import find_layers
 from lightning_liger.activations.tiles import has_hooks
-from lightning_liger.patching.float8 import ATTRIBUTE, Float8Recipe, compute_dtype_error, converted_layers, is_too_small
+from lightning_liger.patching.float8 import ATTRIBUTE, Float8Recipe, converted_layers, is_too_small
 from lightning_liger.patching.report import PatchEntry
-from lightning_liger.patching.rules.base import Replacement
+from lightning_liger.patching.rules.base import Randoms, Replacement
 from lightning_liger.patching.verify import Mismatch
 
 KERNEL = "fp8"
 _ATTENTION = {"q", "k", "v", "kv", "qkv", "query", "key", "value", "wq", "wk", "wv"}
 _TOLERANCE = 0.06
-_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Float8Layers:
@@ -58,22 +57,23 @@ class Float8Layers:
 
     def applies_to(self, x: Tensor, members: Collection[nn.Linear]) -> bool:
         """Whether the recipe multiplies ``x`` by the weights of these members in float8."""
-        if type(x) not in (Tensor, nn.Parameter) or x.dim() == 0 or x.dtype not in _DTYPES:
+        if type(x) not in (Tensor, nn.Parameter) or x.dim() == 0 or x.shape[-1] != self.members[0].in_features:
             return False
-        if autocast_dtype(x.device.type) not in (None, torch.bfloat16):
-            return False
-        num_tokens = x.shape[:-1].numel()
-        if num_tokens < self.recipe.min_tokens or x.shape[-1] != self.members[0].in_features:
-            return False
-        return all(self._is_ready(member) for member in members)
+        return all(
+            self._is_ready(member, x)
+            and not isinstance(member.weight, DTensor)
+            and member.weight.shape == (member.out_features, member.in_features)  # not sharded, or freed
+            for member in members
+        )
 
-    def _is_ready(self, member: nn.Linear) -> bool:
-        weight = member.weight
+    def _is_ready(self, member: nn.Linear, x: Tensor) -> bool:
+        """Whether a member's mode, the number of tokens and the dtypes are those that the recipe asks for."""
         return (
             (member.training or self.recipe.evaluate)
-            and not isinstance(weight, DTensor)
-            and weight.shape == (member.out_features, member.in_features)  # not sharded, or freed
-            and weight.dtype in _DTYPES
+            and x.shape[:-1].numel() >= self.recipe.min_tokens
+            and x.dtype in DTYPES
+            and member.weight.dtype in DTYPES
+            and autocast_dtype(x.device.type) in (None, torch.bfloat16)
         )
 
     def count(self, x: Tensor, members: Collection[nn.Linear], in_float8: bool) -> None:
@@ -84,8 +84,9 @@ class Float8Layers:
     def __call__(self, member: nn.Linear, x: Tensor, original: type[nn.Linear]) -> Tensor:
         if isinstance(x, DTensor):
             parallel = self._run_parallel(member, x)
-            self.count(x, [member], parallel is not None)
-            return original.forward(member, x) if parallel is None else parallel
+            if parallel is not None:
+                self.count(x, [member], True)
+                return parallel
         if not self.applies_to(x, [member]):
             if member.training and not torch.compiler.is_compiling():
                 self.count(x, [member], False)
@@ -112,6 +113,8 @@ class Float8Layers:
         weight, bias, last = member.weight, member.bias, x.dim() - 1
         if not isinstance(weight, DTensor) or weight.device_mesh != x.device_mesh or x.device_mesh.ndim != 1:
             return None
+        if not self._is_ready(member, x):
+            return None
         layouts = x.placements[0], weight.placements[0]
         if layouts == (Replicate(), Shard(0)):
             local_x, output = x.to_local(grad_placements=[Partial()]), Shard(last)
@@ -120,10 +123,8 @@ class Float8Layers:
         else:
             return None
         local = weight.to_local()
-        num_tokens, is_small = x.shape[:-1].numel(), self.recipe.filter == "auto" and is_too_small(*local.shape)
-        if is_small or num_tokens < self.recipe.min_tokens or not (member.training or self.recipe.evaluate):
-            return None
-        if any(size % MULTIPLE for size in local.shape) or {local.dtype, x.dtype} - set(_DTYPES):
+        is_small = self.recipe.filter == "auto" and is_too_small(*local.shape)
+        if is_small or any(size % MULTIPLE for size in local.shape):
             return None
         local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
         (y,) = scaled_linear(local_x, [local], [local_bias], options=self.recipe.options)
@@ -200,15 +201,13 @@ def measure_error(device: torch.device, options: Float8Options) -> float:
     Raises:
         Mismatch: If it is more than float8's.
     """
-    device = torch.device("cpu") if device.type == "meta" else device
-    generator = torch.Generator().manual_seed(0)
-    x, weight, upstream = (
-        torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_()
-        for shape in ((48, 64), (32, 64), (48, 32))
-    )
+    random = Randoms()
+    random.device = torch.device("cpu") if device.type == "meta" else device
+    x, weight, upstream = (random(*shape, dtype=torch.bfloat16) for shape in ((48, 64), (32, 64), (48, 32)))
     pairs = []
-    for output in (nn.functional.linear(x, weight), scaled_linear(x, [weight], options=options)[0]):
-        pairs.append([output, *torch.autograd.grad(output, (x, weight), upstream.detach())])
+    with torch.enable_grad():
+        for output in (nn.functional.linear(x, weight), scaled_linear(x, [weight], options=options)[0]):
+            pairs.append([output.detach(), *torch.autograd.grad(output, (x, weight), upstream.detach())])
     errors = [(got - want).float().norm() / want.float().norm() for want, got in zip(*pairs, strict=True)]
     worst = max(error.item() for error in errors)
     if not worst <= _TOLERANCE:
@@ -252,8 +251,9 @@ def find_layers_of(
         if reason is not None:
             yield [module], PatchEntry(f"Linear {leaf}", KERNEL, 1, None, reason=reason)
             continue
-        if module.weight.dtype not in _DTYPES:
-            raise compute_dtype_error(module.weight.dtype, name)
+        if module.weight.dtype not in DTYPES:
+            got = f"{module.weight.dtype} of {name!r}"
+            raise ValueError(f"fp8 needs weights of bfloat16 or float32, got {got}: set precision='bf16-true'")
         key: Hashable = name
         if module in parents:
             key = id(parents[module])

@@ -17,7 +17,7 @@ from liger_ops.fp8.products import Float8Options
 from liger_ops.fp8.weights import Float8Weight
 from lightning_liger import Float8Recipe, apply_liger_kernels
 from lightning_liger.patching.float8 import check_float8, fp8_share
-from lightning_liger.patching.rules.linear import convert, layers_of
+from lightning_liger.patching.rules.linear import convert, layers_of, measure_error
 from tests.liger_ops.accuracy import few
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
 
@@ -203,6 +203,15 @@ def test_activation_checkpointing_of_pytorch_changes_no_bit(use_reentrant: bool)
     for each in (model, recomputed):
         apply_liger_kernels(each, fp8=EVERY)
     assert same(train_step(recomputed), train_step(model))
+
+
+def test_layers_are_converted_without_gradients_and_under_another_default_device() -> None:
+    measure_error.cache_clear()
+    model = tiny_llama()
+    with torch.no_grad(), torch.device("meta"):
+        apply_liger_kernels(model, fp8=EVERY)
+    train_step(model)
+    assert fp8_share(model) == 1.0
 
 
 def test_hooks_on_a_layer_are_run() -> None:
