@@ -25,12 +25,15 @@ class Job:
             in the first two.
         traced_steps: Steps after those, in which the GPU's idle time is measured.
         optimizer: ``"adamw"`` or ``"sgd"``.
-        learning_rate: Constant after ``learning_rate_warm_up`` steps, or falling to 0 with ``learning_rate_falls``.
+        learning_rate: Constant after ``learning_rate_warm_up`` steps.
+        pretrains: Whether to train as from scratch: the learning rate falls to 0 after its warm-up, AdamW has betas of
+            0.9 and 0.95, and gradients are clipped at a norm of 1.
         context_parallel_size: Processes that share each sequence.
         states_first: Whether the optimizer's states exist before the first step, so that it needs the memory of all.
         memory_limit_gib: The most memory that PyTorch may take from the GPU.
         permute_rows: Whether the rows of each batch are reversed, which changes the order of sums and nothing else.
         text_cache: The cache of text to train on; None trains on random tokens.
+        text_package: The installed package whose source code is the text; by default Python's standard library.
         vocab_size: With text, the size of its tokenizer.
         medusa_heads: Number of Medusa's heads over the model, 0 for the model alone.
         medusa_stage: 1 trains the heads only, 2 the model too.
@@ -53,12 +56,13 @@ class Job:
     optimizer: str = "adamw"
     learning_rate: float = 1e-4
     learning_rate_warm_up: int = 0
-    learning_rate_falls: bool = False
+    pretrains: bool = False
     context_parallel_size: int = 1
     states_first: bool = False
     memory_limit_gib: float | None = None
     permute_rows: bool = False
     text_cache: str | None = None
+    text_package: str | None = None
     vocab_size: int | None = None
     medusa_heads: int = 0
     medusa_stage: int = 2

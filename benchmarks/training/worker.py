@@ -5,6 +5,7 @@
 It imports everything before it reads, so that it can be started while another job runs.
 """
 
+import importlib.util
 import itertools
 import json
 import os
@@ -126,7 +127,8 @@ class BenchmarkLM(L.LightningModule):
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if job.optimizer == "adamw" and job.parsed_arm.is_ours:
-            optimizer: torch.optim.Optimizer = AdamW(trained, lr=job.learning_rate)
+            betas = (0.9, 0.95 if job.pretrains else 0.999)
+            optimizer: torch.optim.Optimizer = AdamW(trained, lr=job.learning_rate, betas=betas)
         else:
             optimizer = make(trained, lr=job.learning_rate, fused=on_gpu)
         if not job.learning_rate_warm_up:
@@ -135,7 +137,7 @@ class BenchmarkLM(L.LightningModule):
             optimizer,
             lambda step: min(
                 (step + 1) / job.learning_rate_warm_up,
-                max(0.0, 1.0 - step / job.steps) if job.learning_rate_falls else 1.0,
+                max(0.0, 1.0 - step / job.steps) if job.pretrains else 1.0,
             ),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -217,8 +219,10 @@ class Feed:
 
 
 def text(job: Job, length: int) -> TextDataModule:
-    """Rows of Python's standard library, tokenized once."""
+    """Rows of source code, tokenized once."""
+    package = job.text_package and importlib.util.find_spec(job.text_package)
     data = TextDataModule(
+        path=os.path.dirname(package.origin) if package and package.origin else None,
         vocab_size=job.vocab_size,
         block_size=length,
         batch_size=1,
@@ -425,6 +429,7 @@ def run_job(job: Job, write: Callable[[Row], None], leave: Callable[[], None] | 
             devices=job.devices,
             strategy=make_strategy(job, torch.device("cuda", 0) if cuda else torch.device("cpu")),
             precision=job.precision,
+            gradient_clip_val=1.0 if job.pretrains else None,
             max_epochs=1,
             num_sanity_val_steps=0,
             logger=False,

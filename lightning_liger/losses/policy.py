@@ -132,7 +132,7 @@ def token_weights(completions: Completions, options: PolicyOptions, dtype: torch
     return torch.full((1, 1), 1 / (length or 1), dtype=dtype, device=completions.mask.device)
 
 
-def num_units(completions: Completions, options: PolicyOptions) -> Tensor:
+def num_items(completions: Completions, options: PolicyOptions) -> Tensor:
     """The number of tokens or of completions that the sum over a batch is divided by, a scalar."""
     mask = completions.mask
     return mask.sum() if options.counts_tokens else torch.full((), completions.count, device=mask.device)

@@ -41,7 +41,7 @@ class PolicyBatch(NamedTuple):
 
 
 class PolicyObjective(NamedTuple):
-    """The loss of a batch before it is divided by a number of units, and without gradient what metrics need.
+    """The loss of a batch before it is divided by a number of items, and without gradient what metrics need.
 
     Of tokens, or ``[num_sequences]`` where it is of completions.
     """

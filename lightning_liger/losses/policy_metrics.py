@@ -48,7 +48,7 @@ def policy_metrics(
     length.
 
     Returns:
-        Of means, the sum and the number of units, scalars. Of largest and smallest values, as the last part of the name
+        Of means, the sum and the number of items, scalars. Of largest and smallest values, as the last part of the name
         says, the value, infinite where the batch has none.
     """
     completions, ratio, advantages = batch.completions, result.ratio, batch.advantages
@@ -97,7 +97,7 @@ def _length_stats(lengths: Tensor, where: Tensor) -> tuple[Any, Tensor, Tensor]:
 
 
 def reward_metrics(rewards: Tensor, group_ids: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sum and number of units of ``reward``, ``reward_std`` (of a batch) and ``frac_reward_zero_std``.
+    """Sum and number of items of ``reward``, ``reward_std`` (of a batch) and ``frac_reward_zero_std``.
 
     The last is the share of completions in groups that tie, left out without ``group_ids``, ``[num_sequences]``.
     """

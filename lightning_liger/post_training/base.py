@@ -1,4 +1,4 @@
-"""Base of the mixins of post-training: losses of whole steps whose summands are means over different units."""
+"""Base of the mixins of post-training: losses of whole steps whose summands are means over different items."""
 
 import inspect
 import warnings
@@ -22,14 +22,14 @@ from lightning_liger.training.window import upcoming_batches
 
 
 class Term(NamedTuple):
-    """One summand of a loss: a sum over units, to be divided by their number in the whole optimizer step."""
+    """One summand of a loss: a sum over items, to be divided by their number in the whole optimizer step."""
 
     total: Tensor
-    """The sum over this batch's units, weights included, a differentiable scalar."""
+    """The sum over this batch's items, weights included, a differentiable scalar."""
     count: Tensor | float  # type: ignore[assignment]  # hides the method of tuples
-    """The number of units in this batch."""
-    unit: str = "sequences"
-    """The name of the units. A loss with several has to implement ``count_units``."""
+    """The number of items in this batch."""
+    item: str = "sequences"
+    """What ``count`` counts. A loss whose terms count different items has to implement ``count_items``."""
     is_whole: bool = True
     """With context parallelism: the sum is over whole sequences, the same on all ranks that share them, and not over
     this rank's tokens."""
@@ -39,7 +39,7 @@ class StepLoss(NamedTuple):
     """The loss of one batch and what is measured on it."""
 
     terms: tuple[Term, ...]
-    """Their means are added. The first one's units weight the model's auxiliary losses."""
+    """Their means are added. The first one's items weight the model's auxiliary losses."""
     metrics: Mapping[str, Measured] = {}
     """The batch's part of each metric in ``metric_kinds``; a missing one is left out."""
     auxiliary: Tensor | None = None
@@ -53,16 +53,16 @@ class LigerPostTrainingMixin(LigerStepMixin):
     over pairs is over the pairs of all its micro-batches and ranks, a mean over tokens over all their tokens, however
     they were split. With ``loss_normalization = "micro_batch"`` they are means of the micro-batches' means.
 
-    The loss of a batch is weighted by its share of the step's units where it is differentiated, as in ``LigerLMMixin``.
-    That of several units is divided by the numbers of units in the whole step, which the ranks add up when its first
-    micro-batch arrives: the batches that follow are looked at ahead of time, see :meth:`count_units`, and none may be
-    skipped. Under DeepSpeed, a step that ends in the next epoch cannot be looked at as a whole.
+    The loss of a batch is weighted by its share of the step's items where it is differentiated, as in ``LigerLMMixin``.
+    One whose terms count different items is divided by their numbers in the whole step, which the ranks add up when its
+    first micro-batch arrives: the batches that follow are looked at ahead of time, see :meth:`count_items`, and none
+    may be skipped. Under DeepSpeed, a step that ends in the next epoch cannot be looked at as a whole.
 
     Each stage logs its loss and metrics as ``{train,val,test}_{name}``, exact over batches and ranks, and training
     steps also as ``train_{name}_step``.
     """
 
-    _units = "sequences"
+    _items = "sequences"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,7 +70,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
         self._hidden_metrics = {"aux_loss"}
         """Metrics that the data or the model do not have, which are not logged; the same on all ranks."""
         self._other_models: dict[nn.Module, LanguageModel] = {}
-        self._unit_totals: Tensor | None = None
+        self._item_totals: Tensor | None = None
         self._num_counted = self._next_index = 0
         self._first_batch = self._last_batch = -1
         self._step_sums: Tensor | None = None
@@ -107,12 +107,13 @@ class LigerPostTrainingMixin(LigerStepMixin):
         """
         return {}
 
-    def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
-        """The number of units of each name in a batch of the data loader, wherever its tensors are.
+    def count_items(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+        """The number of items of each name in a batch of the data loader, wherever its tensors are.
 
-        Called for losses of several units only, also for batches that were not moved to the device yet.
+        Called only for losses whose terms count different items, also for batches not moved to the device yet.
         """
-        raise NotImplementedError(f"{type(self).__name__} must implement count_units(batch), as its loss has several")
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} must implement count_items(batch), as its loss has several kinds of items")
 
     def call_model(
         self, inputs: Mapping[str, Any], labels: Tensor, model: nn.Module | None = None
@@ -164,7 +165,7 @@ class LigerPostTrainingMixin(LigerStepMixin):
 
     @torch.compiler.disable  # counts batches, and Lightning inspects the signatures of hooks
     def _mean(self, stage: str, result: StepLoss) -> tuple[Tensor, Tensor, int | None]:
-        """The sum of the terms' means, with the number of the first one's units; logs metrics."""
+        """The sum of the terms' means, with the number of the first one's items; logs metrics."""
         terms = list(result.terms)
         totals = [term.total / self._num_shares(term) for term in terms]
         sizes = [as_count(term.count, term.total.device) / self._num_shares(term) for term in terms]
@@ -174,12 +175,12 @@ class LigerPostTrainingMixin(LigerStepMixin):
         counts, num_batches = torch.stack(sizes), None
         self._measure(stage, result, torch.stack((torch.stack(totals).detach().double(), counts), 1))
         size = counts[0]
-        if len({term.unit for term in terms}) == 1:
+        if len({term.item for term in terms}) == 1:
             counts = size.expand_as(counts)
         elif stage == "train" and self._normalizes_steps():
             counts, num_batches = self._count_step(counts, terms)
             size = torch.ones_like(size)
-        counts = counts.masked_fill(counts == 0, 1)  # a term without units is 0
+        counts = counts.masked_fill(counts == 0, 1)  # a term without items is 0
         means = [total / number.to(total.dtype) for total, number in zip(totals, counts, strict=True)]
         return torch.stack(means).sum(), size, num_batches
 
@@ -188,28 +189,28 @@ class LigerPostTrainingMixin(LigerStepMixin):
         return 1 if self.context is None or not term.is_whole else self.context.size
 
     def _count_step(self, own: Tensor, terms: list[Term]) -> tuple[Tensor, int]:
-        """The numbers of units in an average batch of the optimizer step, ``[number of terms]``, and of its batches."""
+        """The numbers of items in an average batch of the optimizer step, ``[number of terms]``, and of its batches."""
         index, batch = engine_of(self.trainer).micro_batch_index(), self.trainer.fit_loop.epoch_loop.total_batch_idx
         is_again = batch == self._last_batch
         if is_again and self.trainer.accumulate_grad_batches > 1:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step must be called once for a batch with accumulate_grad_batches: its"
-                " loss has several units, which are counted for whole batches"
+                " loss has several kinds of items, which are counted for whole batches"
             )
         self._last_batch = batch
         if batch - index != self._first_batch or is_again:
-            self._first_batch, self._unit_totals, self._num_counted, self._next_index = batch - index, None, 0, 0
+            self._first_batch, self._item_totals, self._num_counted, self._next_index = batch - index, None, 0, 0
         if index >= self._next_index:
             ahead = upcoming_batches(self.trainer, self.trainer.accumulate_grad_batches - index - 1)
-            counts = [self.count_units(upcoming) for upcoming in ahead]
+            counts = [self.count_items(upcoming) for upcoming in ahead]
             if counts:
-                rows = [[float(each[term.unit]) / self._num_shares(term) for term in terms] for each in counts]
+                rows = [[float(each[term.item]) / self._num_shares(term) for term in terms] for each in counts]
                 own = own + torch.tensor(rows, dtype=torch.float64).sum(0).to(own.device)
             totals = self._sum_over_ranks(own)
-            self._unit_totals = totals if self._unit_totals is None else self._unit_totals + totals
+            self._item_totals = totals if self._item_totals is None else self._item_totals + totals
             self._num_counted += 1 + len(ahead)
             self._next_index = index + 1 + len(ahead)
-        return cast(Tensor, self._unit_totals) / (self._num_counted * self.trainer.world_size), self._num_counted
+        return cast(Tensor, self._item_totals) / (self._num_counted * self.trainer.world_size), self._num_counted
 
     # Metrics
 

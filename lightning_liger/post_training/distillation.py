@@ -79,7 +79,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
     """
 
     distillation: DistillationOptions = DistillationOptions()
-    _units = "tokens"
+    _items = "tokens"
     shard_teacher: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

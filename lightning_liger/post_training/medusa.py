@@ -62,7 +62,7 @@ class LigerMedusaMixin(LigerTeacherMixin):
     """
 
     medusa_heads: MedusaHeads
-    _units = "tokens"
+    _items = "tokens"
     medusa_only_heads: bool = True
     medusa_decay_coefficient: Positive = 0.8
     medusa_heads_coefficient: NonNegative = 0.2

@@ -1,4 +1,4 @@
-"""Metrics of post-training: sums, extremes, and sums of means over different units."""
+"""Metrics of post-training: sums, extremes, and sums of means over different items."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ MAX_TERMS = 8  # summands that a loss may have, the model's auxiliary losses inc
 
 
 class Mean(NamedTuple):
-    """One batch's part of a mean: a sum over units, and their number."""
+    """One batch's part of a mean: a sum over items, and their number."""
 
     total: Tensor
     count: Tensor | float  # type: ignore[assignment]  # hides the method of tuples
@@ -19,7 +19,7 @@ class Mean(NamedTuple):
 
 Measured = Tensor | Mean | tuple[Mean, Mean]
 """One batch's part: of a sum; a largest or smallest value (infinite where the batch has none); of a mean; of the
-difference of two means over different units."""
+difference of two means over different items."""
 
 
 def mean_of(values: Tensor, where: Tensor | None = None) -> Mean:
@@ -62,17 +62,17 @@ class Minimum(Maximum):
 
 
 class SumOfMeans(RunningMetric):
-    """A loss whose summands are means over different units: the sum of their exact means."""
+    """A loss whose summands are means over different items: the sum of their exact means."""
 
     def __init__(self) -> None:
         super().__init__(MAX_TERMS, 2)
 
     def update(self, parts: Tensor) -> None:
-        """Adds ``[number of terms, 2]``: for each term the sum over units, and their number."""
+        """Adds ``[number of terms, 2]``: for each term the sum over items, and their number."""
         self.parts = self.parts + torch.cat((parts, parts.new_zeros(MAX_TERMS - len(parts), 2)))
 
     def compute(self) -> Tensor:
-        # A term without units is 0.
+        # A term without items is 0.
         return torch.where(self.parts[:, 1] > 0, self.parts[:, 0] / self.parts[:, 1].clamp(min=1e-300), 0.0).sum()
 
 

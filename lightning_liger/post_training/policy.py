@@ -11,7 +11,7 @@ from liger_ops import TokenScores
 from liger_ops.arguments import check_tensor
 from lightning_liger.lazy.scores import token_loss, token_scores
 from lightning_liger.losses.options import Count, Positive
-from lightning_liger.losses.policy import num_top_entropies, num_units
+from lightning_liger.losses.policy import num_items, num_top_entropies
 from lightning_liger.losses.policy_batch import (
     PolicyBatch,
     PolicyObjective,
@@ -64,7 +64,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
     temperature: Positive = 1.0
     steps_per_generation: Count | None = None
     disable_dropout: bool = False
-    _units = "tokens or completions"
+    _items = "tokens or completions"
     _reference_hint = (
         "set self.ref_model, train adapters of peft, or give batches with ref_per_token_logps, as beta is above 0"
     )
@@ -87,23 +87,23 @@ class LigerPolicyMixin(LigerReferenceMixin):
                 policy = policy._replace(ref_log_probs=self._log_probs(rows, model))
         check_policy_batch(policy, options)
         coefficient = options.entropy_coef or None
-        count: Tensor | float = num_units(policy.completions, options)
-        unit = "tokens" if options.counts_tokens else "sequences"
+        count: Tensor | float = num_items(policy.completions, options)
+        item = "tokens" if options.counts_tokens else "sequences"
         if options.counts_tokens and batch.get("num_items_in_batch") is not None:
-            count, unit = self._share(batch["num_items_in_batch"]), "items"
+            count, item = self._share(batch["num_items_in_batch"]), "items"
         local = rows.to_context(self.context)
         logits, auxiliary = self.call_model(local.inputs, local.labels)
         scored: dict[str, Any] = {"temperature": self.temperature, "outputs": ("log_probs", "entropy")}
         scored["detach"] = ("entropy",) if coefficient is None else ()
-        if is_token_local(policy, options) and (coefficient is None or unit == "tokens"):
+        if is_token_local(policy, options) and (coefficient is None or item == "tokens"):
             objective = self._in_context(token_objective(policy, options, entropy_weight=coefficient), rows)
             total, scores = token_loss(logits, local.labels, objective, **scored)
             result, entropies = self._objective(scores, policy)
-            terms = [Term(total * (1 if self.context is None else self.context.size), count, unit)]
+            terms = [Term(total * (1 if self.context is None else self.context.size), count, item)]
         else:
             scores = token_scores(logits, local.labels, **scored)
             result, entropies = self._objective(scores, policy)
-            terms = [Term(result.total, count, unit)]
+            terms = [Term(result.total, count, item)]
             if coefficient is not None:
                 num_entropies = self._num_entropies(policy.completions.mask)
                 terms.append(Term(-coefficient * result.entropy, num_entropies, "entropies"))
@@ -136,7 +136,7 @@ class LigerPolicyMixin(LigerReferenceMixin):
         apart = torch.zeros_like(log_probs).scatter(1, places, log_probs)
         return apart[:, batch["prompt_ids"].shape[1] :]
 
-    def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+    def count_items(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
         completions = read_completions(batch)[1].completions
         mask, items = completions.mask, batch.get("num_items_in_batch", 0.0)
         return {

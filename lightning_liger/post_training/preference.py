@@ -95,7 +95,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
     preference_loss: PreferenceOptions = DPOOptions()
     precompute_ref_log_probs: bool = False
     ref_log_probs_folder: str | None = None
-    _units = "pairs"
+    _items = "pairs"
     _reference_hint = (
         "set self.ref_model, train adapters of peft, give batches with ref_chosen_logps and ref_rejected_logps (for KTO"
         " ref_logps), or set precompute_ref_log_probs=True"
@@ -410,7 +410,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         total = torch.where(is_scored, difference, 0).sum()
         return kl_estimate(*self._sum_over_ranks(torch.stack((total, is_scored.sum().to(total.dtype)))))
 
-    def count_units(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+    def count_items(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
         rows = self._rows(batch)
         return {"pairs": rows.num_sequences / self.preference_loss.num_sequences, "tokens": self._num_nll_tokens(rows)}
 

@@ -36,7 +36,7 @@ class RunningMetric(Metric):
 
 
 class RunningMean(RunningMetric):
-    """A mean over units such as tokens, updated with sums and their numbers of units."""
+    """A mean over items such as tokens, updated with sums and their numbers of items."""
 
     def __init__(self) -> None:
         super().__init__(2)

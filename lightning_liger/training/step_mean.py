@@ -1,4 +1,4 @@
-"""The mean over the units (tokens, pairs) of all micro-batches and ranks of an optimizer step, however they were split.
+"""The mean over the items (tokens, pairs) of all micro-batches and ranks of an optimizer step, however they were split.
 
 The loss of a micro-batch, its own mean, is multiplied by its share of the step where it is differentiated. With one
 micro-batch in a step the share is known by then. Of several, each is weighted relative to the first one, and after the
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_liger.training.protocol import engine_of, local_gradients
 
-_NO_UNITS = 2.0**-40  # the weight of a micro-batch without units: what was added to its loss keeps a gradient
+_NO_ITEMS = 2.0**-40  # the weight of a micro-batch without items: what was added to its loss keeps a gradient
 _REMEDY = "set loss_normalization='micro_batch' for the mean of the micro-batches' means, or accumulate_grad_batches=1"
 
 
@@ -31,23 +31,23 @@ def sum_over_ranks(trainer: L.Trainer, tensor: Tensor) -> Tensor:
 
 
 class StepMean:
-    """Weights the losses of one optimizer step so that its gradients are those of the mean over all of its units."""
+    """Weights the losses of one optimizer step so that its gradients are those of the mean over all of its items."""
 
     def __init__(self) -> None:
         self._batch = self._first_batch = -1
-        self._added: Tensor | None = None  # of this batch: the sum of losses and the number of units, in float64
+        self._added: Tensor | None = None  # of this batch: the sum of losses and the number of items, in float64
         self._step: Tensor | None = None  # of all micro-batches of the step that reached backward
-        self._reference: Tensor | None = None  # the number of units of a micro-batch with weight 1
+        self._reference: Tensor | None = None  # the number of items of a micro-batch with weight 1
         self._num_backwards = 0
         self._num_batches: int | None = None
         self._is_scaled = self._is_first = True
         self._loss: Tensor | None = None
 
-    def add(self, trainer: L.Trainer, loss: Tensor, num_units: Tensor, num_batches: int | None = None) -> None:
-        """Adds units whose mean loss is about to be differentiated; it would be another without ``num_batches``."""
+    def add(self, trainer: L.Trainer, loss: Tensor, num_items: Tensor, num_batches: int | None = None) -> None:
+        """Adds items whose mean loss is about to be differentiated; it would be another without ``num_batches``."""
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
-        units = num_units.detach().double().masked_fill(num_units == 0, _NO_UNITS)
-        added = torch.stack((loss.detach().double() * units, units))
+        items = num_items.detach().double().masked_fill(num_items == 0, _NO_ITEMS)
+        added = torch.stack((loss.detach().double() * items, items))
         # What was added for another batch never reached backward.
         self._added = added if self._added is None or batch != self._batch else self._added + added
         self._batch, self._num_batches = batch, num_batches
@@ -107,9 +107,9 @@ class StepMean:
         step, self._step = self._step, None
         if step is not None and self._num_batches not in (None, self._num_backwards):
             raise RuntimeError(
-                f"{type(module).__name__}.training_step must not skip a batch: the loss has several units, whose"
-                f" numbers in all {self._num_batches} batches of the step it was divided by; {self._num_backwards} of"
-                " them were trained on"
+                f"{type(module).__name__}.training_step must not skip a batch: the loss has several kinds of items,"
+                f" whose numbers in all {self._num_batches} batches of the step it was divided by;"
+                f" {self._num_backwards} of them were trained on"
             )
         if step is not None and self._is_scaled:
             total = sum_over_ranks(trainer, step)
@@ -129,5 +129,5 @@ def _mixed(module: L.LightningModule) -> RuntimeError:
     return RuntimeError(
         f"{type(module).__name__} must take all losses of an optimizer step from the inherited training_step, got"
         " others, or gradients from before the step, among its accumulated micro-batches: these have no number of"
-        f" units by which they could be weighted. Add terms to the inherited loss, or {_REMEDY}"
+        f" items by which they could be weighted. Add terms to the inherited loss, or {_REMEDY}"
     )

@@ -125,12 +125,12 @@ class LigerStepMixin(_Module):
         return trainer.accumulate_grad_batches == 1 or engine_of(trainer).scales_gradients
 
     @torch.compiler.disable  # the number of the batch is another each time
-    def _counted(self, loss: Tensor, num_units: Tensor, num_batches: int | None = None) -> Tensor:
-        """The loss of a training step, which is the mean of so many units; see :meth:`.StepMean.add`."""
+    def _counted(self, loss: Tensor, num_items: Tensor, num_batches: int | None = None) -> Tensor:
+        """The loss of a training step, which is the mean of so many items; see :meth:`.StepMean.add`."""
         if self._attached_trainer is None:
             return loss
         if self._normalizes_steps():
-            self._step_mean.add(self.trainer, loss, num_units, num_batches)
+            self._step_mean.add(self.trainer, loss, num_items, num_batches)
         else:
             self._log_step(loss.detach())
         return loss

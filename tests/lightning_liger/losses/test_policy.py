@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_ops import TokenScores
 from lightning_liger.losses.completions import Completions
-from lightning_liger.losses.policy import kl_estimate, num_top_entropies, num_units, top_entropy_mask
+from lightning_liger.losses.policy import kl_estimate, num_items, num_top_entropies, top_entropy_mask
 from lightning_liger.losses.policy_batch import (
     PolicyBatch,
     check_policy_batch,
@@ -32,7 +32,7 @@ MODES = st.sampled_from(SAMPLING_MODES)
 
 def loss_of(log_probs: Tensor, entropies: Tensor, batch: PolicyBatch, options: PolicyOptions) -> Tensor:
     check_policy_batch(batch, options)
-    return policy_objective(log_probs, entropies, batch, options).total / num_units(batch.completions, options)
+    return policy_objective(log_probs, entropies, batch, options).total / num_items(batch.completions, options)
 
 
 @st.composite
@@ -71,7 +71,7 @@ def test_losses_and_gradients_equal_the_published_formulas_in_every_form(loss_ty
     leaf = log_probs.clone().requires_grad_()
     expected = naive_loss(leaf, batch, options)
     (expected_gradient,) = torch.autograd.grad(expected, leaf)
-    units, mask = num_units(batch.completions, options), batch.completions.mask
+    items, mask = num_items(batch.completions, options), batch.completions.mask
 
     def in_micro_batches(log_probs: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -79,13 +79,13 @@ def test_losses_and_gradients_equal_the_published_formulas_in_every_form(loss_ty
             columns = (None if each is None else each[rows] for each in batch[1:])
             part = PolicyBatch(Completions(mask[rows]), *columns)  # type: ignore[arg-type]
             total = total + policy_objective(log_probs[rows], entropies[rows], part, options).total
-        return total / units
+        return total / items
 
     def in_chunks(log_probs: Tensor) -> Tensor:
         loss, flat = token_objective(batch, options, entropy_weight=0.25), log_probs.flatten()
         chunks = mask.flatten().nonzero()[:, 0].flip(0).split(4)
         found = [loss(TokenScores(log_probs=flat[each], entropy=entropies.flatten()[each]), each) for each in chunks]
-        return (torch.cat(found).sum() + 0.25 * entropies[mask].sum()) / units
+        return (torch.cat(found).sum() + 0.25 * entropies[mask].sum()) / items
 
     forms: dict[str, Any] = {
         "padded": lambda x: loss_of(x, entropies, batch, options),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_liger.losses.policy import num_units, sampling_ratio
+from lightning_liger.losses.policy import num_items, sampling_ratio
 from lightning_liger.losses.policy_batch import policy_objective
 from lightning_liger.losses.policy_metrics import metric_kind, metric_names, policy_metrics
 from lightning_liger.losses.policy_options import LOSS_TYPES, PolicyOptions
@@ -112,7 +112,7 @@ def test_loss_gradient_and_metrics_are_trls(loss_type: str, changes: dict[str, A
 
     ours, entropies = values.clone().requires_grad_(), entropy_values.clone().requires_grad_()
     result = policy_objective(ours, entropies, batch, options)
-    loss = result.total / num_units(batch.completions, options)
+    loss = result.total / num_items(batch.completions, options)
     if options.entropy_coef > 0:
         kept = mask.sum() * options.top_entropy_quantile
         loss = loss - options.entropy_coef * result.entropy / kept

@@ -1,4 +1,4 @@
-"""Losses of several units do not depend on how a step was split; metrics are exact over micro-batches."""
+"""Losses of several items do not depend on how a step was split; metrics are exact over micro-batches."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.lightning_liger.post_training.training import Recorded, loader, metri
 from tests.lightning_liger.tiny import quiet_trainer
 
 DATA = [torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows)) for rows in (2, 1, 4, 3)]
-"""Micro-batches with unequal numbers of rows (first unit) and of positive values (second unit)."""
+"""Micro-batches with unequal numbers of rows (first item) and of positive values (second item)."""
 
 
 class TwoUnits(LigerPostTrainingMixin, Recorded):
@@ -39,7 +39,7 @@ class TwoUnits(LigerPostTrainingMixin, Recorded):
     def metric_kinds(self) -> dict[str, str]:
         return {"mean/x": "mean", "max": "max", "min": "min", "num": "sum"}
 
-    def count_units(self, batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    def count_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
         return {"rows": len(batch["rows"]), "positives": (batch["rows"] > 0).sum()}
 
 

@@ -113,8 +113,8 @@ class Bigrams(nn.Module):
         return Output(self.lm_head(self.embedding(input_ids)))
 
 
-def units_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> list[tuple[Tensor, Tensor]]:
-    """The sums of losses over each kind of unit, and their numbers."""
+def items_of(model: nn.Module, batch: dict[str, Tensor], program: Program) -> list[tuple[Tensor, Tensor]]:
+    """The sums of losses over each kind of item, and their numbers."""
     targets, logits = targets_of(batch), model(batch["input_ids"]).logits
     tokens = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
     if program.loss == "tokens":
@@ -135,10 +135,10 @@ class _PostTraining(LigerPostTrainingMixin, L.LightningModule):
     program: Program
 
     def step_loss(self, stage: str, batch: dict[str, Tensor]) -> StepLoss:
-        units = units_of(self.model, batch, self.program)
-        return StepLoss(tuple(Term(total, count, name) for (total, count), name in zip(units, "ab", strict=False)))
+        items = items_of(self.model, batch, self.program)
+        return StepLoss(tuple(Term(total, count, name) for (total, count), name in zip(items, "ab", strict=False)))
 
-    def count_units(self, batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    def count_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
         return {"a": len(batch["input_ids"]), "b": (targets_of(batch) != -100).sum()}
 
 
@@ -299,16 +299,16 @@ class Losses(NamedTuple):
 
 def losses_of(model: nn.Module, program: Program, kept: list[int]) -> Losses:
     returned, inherited, weights = [], [], []
-    units = {index: units_of(model, program.batches[index], program) for index in kept}
+    items = {index: items_of(model, program.batches[index], program) for index in kept}
     is_weighted = not program.manual and program.normalization == "first" and not all(is_own(program, i) for i in kept)
     for index in kept:
         if program.halves and not is_own(program, index):
-            parts = [units_of(model, half, program) for half in halves_of(program.batches[index])]
+            parts = [items_of(model, half, program) for half in halves_of(program.batches[index])]
         else:
-            parts = [units[index]]
+            parts = [items[index]]
         if program.loss == "two_units" and is_weighted and program.accumulate > 1:
-            numbers = [sum(each[kind][1] for each in units.values()).clamp(min=1) / len(kept) for kind in (0, 1)]
-            loss = sum(total / number for (total, _), number in zip(units[index], numbers, strict=True))
+            numbers = [sum(each[kind][1] for each in items.values()).clamp(min=1) / len(kept) for kind in (0, 1)]
+            loss = sum(total / number for (total, _), number in zip(items[index], numbers, strict=True))
         else:
             loss = sum(sum(total / count.clamp(min=1) for total, count in part) for part in parts) / len(parts)
         inherited.append(loss)
@@ -360,8 +360,8 @@ def plain(program: Program) -> Result:
             parameter.data = average
     validated = []
     for batches in program.validation:
-        units = [units_of(model, batch, program) for batch in batches]
-        kinds = zip(*units, strict=True)
+        items = [items_of(model, batch, program) for batch in batches]
+        kinds = zip(*items, strict=True)
         validated.append(float(sum(sum(total for total, _ in k) / sum(count for _, count in k) for k in kinds)))
     return Result([parameter.detach() for parameter in parameters], watch.average, watch.gradients, logged, validated)
 
