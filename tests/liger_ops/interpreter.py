@@ -5,13 +5,14 @@ import inspect
 import os
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-_create_splat = InterpreterBuilder.create_splat
+_create_splat, _create_dot = InterpreterBuilder.create_splat, InterpreterBuilder.create_dot
 
 
 def splat_that_keeps_booleans(builder: Any, block_type: Any, scalar: TensorHandle) -> TensorHandle:
@@ -20,6 +21,17 @@ def splat_that_keeps_booleans(builder: Any, block_type: Any, scalar: TensorHandl
     if scalar.data.dtype == bool:
         splat.data = splat.data.astype(bool)
     return splat
+
+
+def dot_of_bfloat16(builder: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *others: Any) -> TensorHandle:
+    """Replaces ``InterpreterBuilder.create_dot``, which multiplies the bits of bfloat16 as if they were integers."""
+    wide = [
+        TensorHandle((each.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if each.dtype.scalar == tl.bfloat16
+        else each
+        for each in (a, b)
+    ]
+    return _create_dot(builder, *wide, d, *others)
 
 
 @functools.cache

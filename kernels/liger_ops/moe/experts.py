@@ -1,0 +1,353 @@
+"""Experts: each token goes through top_k of num_experts small MLPs, whose outputs are added up by their scores.
+
+With z = W1 x + b1, a = activation(gate) * up of z, y = W2 a + b2 and O = sum of s y over a token's experts, and the
+gradient G of O (Shazeer et al., arXiv:1701.06538; formulas of each step are those of a gated MLP):
+
+    d = W2^T G                  without the score, so that  ds = <d, a> + <G, b2>  needs neither y nor a division
+    dz = da/dz (s d)            dW2 = sum of G (s a)^T      db2 = sum of s G
+    dx = sum of W1^T dz         dW1 = sum of dz x^T         db1 = sum of dz
+
+Saved for backward: x, z, the scores and the index, 4 * intermediate_size bytes a pair in bfloat16; a is computed again
+from z. Rows are gathered in the loads of products, and added up in float32 in the order of a token's experts: nothing
+is permuted in memory, nothing waits for the device, and results do not depend on the order in which programs run.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import check_bool, check_floating, check_same_device, check_shape, check_tensor, wrong_value
+from liger_ops.moe import products
+from liger_ops.moe.gate import Gate
+from liger_ops.moe.index import Index, make_index
+from liger_ops.recipes import made
+
+
+class _Layout:
+    """Weights as views ``[num_experts, output features, input features]``, and where the gate's features are."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, interleaved: bool, transposed: bool) -> None:
+        self.gate_up, self.down = (each.mT if transposed else each for each in (gate_up, down))
+        self.num_experts, self.width = self.down.shape[0], self.down.shape[2]
+        self.transposed = transposed
+        self.gated = 0 if self.gate_up.shape[1] == self.width else 2 if interleaved else 1
+
+    def split(self, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gate and up of products ``[num_rows, width or 2 * width]``."""
+        if self.gated == 0:
+            return z, None
+        return (z[:, ::2], z[:, 1::2]) if self.gated == 2 else (z[:, : self.width], z[:, self.width :])
+
+    def block_rows(self, num_pairs: int) -> int:
+        return products.choose_rows(num_pairs, self.num_experts, self.down.dtype)
+
+
+def experts_reference(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    scores: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Gate,
+    interleaved: bool,
+    transposed: bool,
+) -> Tensor:
+    """The experts one after another, in plain PyTorch: products in the dtype of ``x``, sums in float32 or wider."""
+    layout = _Layout(gate_up, down, interleaved, transposed)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    order = index.flatten().argsort(stable=True)
+    bounds = torch.arange(layout.num_experts + 1, device=index.device)
+    offsets = torch.searchsorted(index.flatten()[order], bounds).tolist()
+    y = torch.zeros_like(x, dtype=wide)
+    for expert in range(layout.num_experts):
+        pairs = order[offsets[expert] : offsets[expert + 1]]
+        if not len(pairs) and expert:  # one without tokens still gives every tensor a gradient
+            continue
+        tokens = pairs // index.shape[1]
+        z = F.linear(x[tokens], layout.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        a = gate.reference(*layout.split(z)).to(x.dtype)
+        rows = F.linear(a, layout.down[expert], None if down_bias is None else down_bias[expert])
+        y = y.index_add(0, tokens, rows.to(wide) * scores.flatten()[pairs].to(wide).unsqueeze(-1))
+    return y.to(x.dtype)
+
+
+def _forward_fake(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *settings: Any
+) -> list[Tensor]:
+    *_, interleaved, transposed, keep = settings
+    layout = _Layout(gate_up, down, interleaved, transposed)
+    num_pairs = index.numel()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not keep:
+        return [y]
+    z = x.new_empty((num_pairs, layout.gate_up.shape[1]))
+    sizes = Index.sizes(num_pairs, layout.num_experts, layout.block_rows(num_pairs))
+    return [y, z, *(x.new_empty(size, dtype=torch.int32) for size in sizes)]
+
+
+@backend.register_op("moe_experts", fake=_forward_fake)
+def _forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    scores: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    limit_output: bool,
+    interleaved: bool,
+    transposed: bool,
+    keep: bool,
+) -> list[Tensor]:
+    """The output, and with ``keep`` what backward needs: z and the index."""
+    layout = _Layout(gate_up, down, interleaved, transposed)
+    gate = Gate(activation, limit, alpha, up_offset, limit_output)
+    num_pairs, top_k = index.numel(), index.shape[1]
+    block_rows = layout.block_rows(num_pairs)
+    places = make_index(index.reshape(-1), layout.num_experts, block_rows)
+    z = x.new_empty((num_pairs, layout.gate_up.shape[1])) if keep else None
+    a = x.new_empty((num_pairs, layout.width))
+    products.gate_up(x, layout.gate_up, gate_up_bias, places, top_k, block_rows, gate, layout.gated, z, a)
+    rows = x.new_empty((num_pairs, x.shape[1]))
+    products.product(a, layout.down, down_bias, places, block_rows, rows)
+    del a
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    products.combine(rows, scores, places, top_k, y)
+    return [y] if z is None else [y, z, *places]
+
+
+def _backward_fake(
+    grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *rest: Any
+) -> list[Tensor]:
+    down_bias, z, needs = rest[0], rest[1], rest[-1]
+    biases = gate_up.new_empty((gate_up.shape[0], z.shape[1])), down_bias
+    return backend.empty_gradients((x, gate_up, down, scores, *biases), needs)
+
+
+@backend.register_op(
+    "moe_experts_backward(Tensor grad, Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor scores,"
+    " Tensor? down_bias, Tensor(a!) z, Tensor[] places, str activation, float? limit, float alpha, float up_offset,"
+    " bool limit_output, bool interleaved, bool transposed, bool overwrite, bool[] needs) -> Tensor[]",
+    fake=_backward_fake,
+)
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    scores: Tensor,
+    down_bias: Tensor | None,
+    z: Tensor,
+    places: list[Tensor],
+    activation: str,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    limit_output: bool,
+    interleaved: bool,
+    transposed: bool,
+    overwrite: bool,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Those gradients of x, gate_up, down, scores and the biases that are needed; with ``overwrite`` z is lost."""
+    needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias = needs
+    layout = _Layout(gate_up, down, interleaved, transposed)
+    gate = Gate(activation, limit, alpha, up_offset, limit_output)
+    where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(index.numel())
+    needs_z = needs_x or needs_gate_up or needs_gate_up_bias
+    grad_z = None if not needs_z else z if overwrite else torch.empty_like(z)
+    scaled = grad.new_empty((z.shape[0], layout.width)) if needs_down or needs_down_bias else None
+    grad_scores = torch.empty_like(scores)
+    products.gate_backward(
+        grad, layout.down.mT, z, scores, where, block_rows, gate, layout.gated, grad_z, scaled, grad_scores
+    )
+    if down_bias is not None and needs_scores:
+        grad_scores += _bias_scores(grad, down_bias, index)
+    grad_x = grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = None
+    if scaled is not None:
+        grad_down = down.new_empty(down.shape)
+        grad_down_bias = torch.empty_like(down_bias) if needs_down_bias and down_bias is not None else None
+        pair = (scaled, grad) if transposed else (grad, scaled)
+        products.weight_gradient(*pair, where, top_k, not transposed, grad_down, grad_down_bias, scores)
+        del scaled, pair
+    if needs_x and grad_z is not None:
+        rows = grad.new_empty((z.shape[0], x.shape[1]))
+        products.product(grad_z, layout.gate_up.mT, None, where, block_rows, rows)
+        grad_x = x.new_empty(x.shape)
+        products.combine(rows, None, where, top_k, grad_x)
+        del rows
+    if grad_z is not None and (needs_gate_up or needs_gate_up_bias):
+        grad_gate_up = gate_up.new_empty(gate_up.shape)
+        grad_gate_up_bias = gate_up.new_empty((layout.num_experts, z.shape[1])) if needs_gate_up_bias else None
+        pair = (x, grad_z) if transposed else (grad_z, x)
+        products.weight_gradient(*pair, where, top_k, transposed, grad_gate_up, grad_gate_up_bias, None)
+    found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias
+    return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
+
+
+def _bias_scores(grad: Tensor, down_bias: Tensor, index: Tensor) -> Tensor:
+    """The part of the scores' gradients that comes from down's bias, ``[num_tokens, top_k]``."""
+    num_experts = down_bias.shape[0]
+    if grad.is_cuda and grad.dtype.itemsize == 2:
+        by_expert = torch.mm(grad, down_bias.mT, out_dtype=torch.float32)
+    else:
+        by_expert = grad.float() @ down_bias.mT.float()
+    is_used = (index >= 0) & (index < num_experts)
+    return by_expert.gather(1, index.clamp(0, num_experts - 1)).where(is_used, 0.0)
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """Ties the two ops together for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        index: Tensor,
+        scores: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        gate: Gate,
+        interleaved: bool,
+        transposed: bool,
+    ) -> Tensor:
+        settings = *gate, interleaved, transposed
+        y, z, *places = _forward(x, gate_up, down, index, scores, gate_up_bias, down_bias, *settings, True)
+        ctx.save_for_backward(x, gate_up, down, index, scores, down_bias, z, *places)
+        ctx.settings = settings
+        return y
+
+    @staticmethod
+    @backend.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
+        (*inputs, z, offsets, pairs, rows, starts, experts), overwrite = backend.take_saved_tensors(ctx, own=6)
+        places = [offsets, pairs, rows, starts, experts]
+        grad = backend.as_rows(grad, grad.shape[-1])
+        gradients = _backward(grad, *inputs, z.detach(), places, *ctx.settings, overwrite, needs)
+        x, gate_up, down, scores, gate_up_bias, down_bias = backend.spread(gradients, needs)
+        return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None
+
+
+def _compute(*args: Any) -> Tensor:
+    x, gate_up, down, index, scores, gate_up_bias, down_bias, gate, interleaved, transposed = args
+    if not backend.runs_on_triton(x) or x.numel() == 0 or index.numel() == 0:
+        return experts_reference(*args)
+    tensors = x, gate_up, down, scores, gate_up_bias, down_bias
+    if backend.needs_graph(*tensors):
+        return made(_ExpertsFunction.apply(*args), _compute, *args)
+    (y,) = _forward(x, gate_up, down, index, scores, gate_up_bias, down_bias, *gate, interleaved, transposed, False)
+    return y
+
+
+def moe_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    activation: str = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    limit_output: bool = False,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> Tensor:
+    """Returns the sum over each token's experts of ``top_k_weights`` times a gated MLP with that expert's weights.
+
+    Products with weights run in the autocast dtype, or in that of the weights; sums are in float32.
+
+    Args:
+        x: ``[..., hidden_size]``, the tokens.
+        gate_up: ``[num_experts, 2 * intermediate_size, hidden_size]``, the gate's features before those of up; of half
+            the size for an activation alone.
+        down: ``[num_experts, hidden_size, intermediate_size]``.
+        top_k_index: The experts of each token, int64, ``[..., top_k]``. What is outside of ``[0, num_experts)`` is no
+            expert: it adds nothing, and its weight gets a gradient of 0. An expert may occur several times.
+        top_k_weights: Their factors, ``[..., top_k]``, of any floating-point dtype and any values.
+        activation: Of the gate: "silu", "gelu", "gelu_tanh" or "relu_squared".
+        gate_up_bias, down_bias: ``[num_experts, output features]``.
+        limit: The gate is at most this, up at least minus this and at most this, before the activation.
+        alpha: ``silu(gate)`` is ``gate * sigmoid(alpha * gate)``.
+        up_offset: Added to up.
+        limit_output: The limit is one of the activation's output, not of the gate.
+        interleaved: The gate has the even features, up the odd ones.
+        transposed: The weights are ``[num_experts, hidden_size, 2 * intermediate_size]`` and ``[num_experts,
+            intermediate_size, hidden_size]``.
+
+    Returns:
+        ``[..., hidden_size]`` in the dtype of ``x``.
+
+    Raises:
+        TypeError: If a tensor is none, or of a wrong dtype.
+        ValueError: If shapes, dtypes or devices do not fit together, or an option is out of range.
+    """
+    gate = Gate(activation, limit, alpha, up_offset, limit_output)
+    gate.check()
+    check_bool("interleaved", interleaved)
+    check_bool("transposed", transposed)
+    tensors = {"x": x, "gate_up": gate_up, "down": down, "top_k_weights": top_k_weights}
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    for name, tensor in tensors.items():
+        check_floating(name, tensor)
+    for name, bias in biases.items():
+        check_floating(name, bias, optional=True)
+    check_tensor("top_k_index", top_k_index)
+    _check_shapes(x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, transposed)
+    check_same_device("x", x, top_k_index=top_k_index, **tensors, **biases)
+    dtype = backend.autocast_dtype(x.device.type) or gate_up.dtype
+    rows = backend.as_rows(x, x.shape[-1])
+    index = top_k_index.reshape(-1, top_k_index.shape[-1])
+    cast = [None if each is None else each.to(dtype) for each in (rows, gate_up, down, gate_up_bias, down_bias)]
+    cast[3:] = [None if each is None else each.contiguous() for each in cast[3:]]
+    scores = top_k_weights.reshape(index.shape).contiguous()
+    y = _compute(*cast[:3], index.contiguous(), scores, *cast[3:], gate, interleaved, transposed)
+    return y.to(x.dtype).view(x.shape)
+
+
+def _check_shapes(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    transposed: bool,
+) -> None:
+    if x.dim() == 0:
+        raise wrong_value("x", "a tensor of [..., hidden_size]", x)
+    if down.dim() != 3 or min(down.shape) < 1:
+        raise wrong_value("down", "a tensor of three dimensions", down)
+    num_experts, hidden_size, width = down.mT.shape if transposed else down.shape
+    if x.shape[-1] != hidden_size:
+        raise wrong_value("x", f"of [..., hidden_size={hidden_size}] as down has it", x)
+    size = gate_up.shape[-1 if transposed else -2] if gate_up.dim() == 3 else 0
+    if size not in (width, 2 * width):
+        size = 2 * width
+    shape = (num_experts, hidden_size, size) if transposed else (num_experts, size, hidden_size)
+    check_shape("gate_up", gate_up, shape, "down's")
+    if gate_up.dtype != down.dtype:
+        raise wrong_value("down", f"a tensor in gate_up's {gate_up.dtype}", down)
+    for name, bias, num_features in (("gate_up_bias", gate_up_bias, size), ("down_bias", down_bias, hidden_size)):
+        if bias is not None:
+            check_shape(name, bias, (num_experts, num_features), "the weight's")
+    if index.dtype != torch.int64 or index.shape[:-1] != x.shape[:-1] or index.dim() != x.dim():
+        raise wrong_value("top_k_index", f"an int64 tensor of [{', '.join(map(str, x.shape[:-1]))}, top_k]", index)
+    check_shape("top_k_weights", weights, index.shape, "top_k_index's")

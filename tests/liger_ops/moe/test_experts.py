@@ -1,0 +1,148 @@
+"""Experts against a loop over experts in float64: outputs, every gradient, any routing, layout, gate and dtype."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_ops.moe.experts import moe_experts
+from liger_ops.moe.gate import Gate
+from tests.liger_ops.accuracy import assert_as_accurate, few
+
+NAMES = ("x", "gate_up", "down", "top_k_weights", "gate_up_bias", "down_bias")
+GATES = (
+    Gate(),
+    Gate("gelu"),
+    Gate("gelu_tanh"),
+    Gate("silu", limit=0.5),
+    Gate("silu", limit=0.3, limit_output=True),
+    Gate("silu", limit=1.0, alpha=1.702, up_offset=1.0),
+)
+ALONE = (Gate("relu_squared"), Gate("silu"))
+
+
+def make(draw: dict[str, Any], device: torch.device) -> tuple[list[Tensor | None], Tensor, dict[str, Any]]:
+    """Tensors in the order of ``NAMES``, the experts of each token, and options."""
+    generator = torch.Generator().manual_seed(draw["seed"])
+    num_tokens, num_experts, top_k = draw["num_tokens"], draw["num_experts"], draw["top_k"]
+    hidden_size, width, gated = draw["hidden_size"], draw["width"], draw["layout"] != "alone"
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (num_tokens, hidden_size),
+        "gate_up": (num_experts, (1 + gated) * width, hidden_size),
+        "down": (num_experts, hidden_size, width),
+        "top_k_weights": (num_tokens, top_k),
+        "gate_up_bias": (num_experts, (1 + gated) * width),
+        "down_bias": (num_experts, hidden_size),
+    }
+    if draw["transposed"]:
+        shapes |= {name: (num_experts, *shapes[name][:0:-1]) for name in ("gate_up", "down")}
+    tensors: list[Tensor | None] = []
+    for name, shape in shapes.items():
+        tensor = torch.randn(shape, generator=generator) * (0.4 if name in ("gate_up", "down") else 1.0)
+        if name == "top_k_weights":
+            tensor[:, ::3] = 0.0
+            tensor = tensor.to(draw["score_dtype"])
+        else:
+            tensor = tensor.to(draw["dtype"])
+        tensors.append(None if name.endswith("bias") and not draw["bias"] else tensor.to(device))
+    if draw["routing"] == "one":
+        index = torch.full((num_tokens, top_k), num_experts - 1)
+    else:
+        power = 4.0 if draw["routing"] == "uneven" else 1.0
+        chances = torch.rand(num_experts, generator=generator).pow(power) + 1e-6
+        index = torch.multinomial(chances, num_tokens * top_k, True, generator=generator).view(num_tokens, top_k)
+    if draw["routing"] == "elsewhere":
+        index[::2, 0], index[1::3, -1] = num_experts, -1
+    # A limit's derivative jumps where rounding to half precision decides.
+    gates = ALONE if not gated else GATES if draw["dtype"] == torch.float32 else GATES[:3]
+    options = gates[draw["gate"] % len(gates)]._asdict()
+    options |= {"interleaved": draw["layout"] == "interleaved", "transposed": draw["transposed"]}
+    return tensors, index.to(device), options
+
+
+def plain_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, gate_up_bias: Any, down_bias: Any, index: Tensor,
+    interleaved: bool, transposed: bool, **gate: Any,
+) -> Tensor:  # fmt: skip
+    """Every expert on every token, in the dtype of ``x``."""
+    gate_up, down = (each.mT if transposed else each for each in (gate_up, down))
+    y = torch.zeros_like(x)
+    for expert in range(len(down)):
+        z = F.linear(x, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        if gate_up.shape[1] == down.shape[2]:
+            a = activation(z, None, **gate)
+        else:
+            a = activation(*((z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, dim=1)), **gate)
+        rows = F.linear(a, down[expert], None if down_bias is None else down_bias[expert])
+        y = y + (rows * torch.where(index == expert, scores, 0.0).sum(1, keepdim=True)).to(x.dtype)
+    return y
+
+
+def activation(
+    gate: Tensor, up: Tensor | None, activation: str, limit: Any, alpha: float, up_offset: float, limit_output: bool
+) -> Tensor:
+    if limit is not None and not limit_output:
+        gate = gate.clamp(max=limit)
+    value = {
+        "silu": lambda x: x * torch.sigmoid(alpha * x),
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu_squared": lambda x: F.relu(x).square(),
+    }[activation](gate)
+    value = value.clamp(max=limit) if limit_output else value
+    up = up if up is None or limit is None else up.clamp(-limit, limit)
+    return value if up is None else value * (up + up_offset)
+
+
+def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, *rest: Any, **options: Any) -> Tensor:
+    gate_up_bias, down_bias, index = rest
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    return moe_experts(x, gate_up, down, index, scores, **biases, **options)
+
+
+def run(function: Any, tensors: list[Tensor | None], needs: list[bool], index: Tensor, **options: Any) -> list[Tensor]:
+    """The output and the gradients that are needed."""
+    leaves = [
+        None if each is None else each.clone().requires_grad_(need) for each, need in zip(tensors, needs, strict=True)
+    ]
+    y = function(*leaves, index, **options)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(y)
+    used = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+    return [y.detach(), *(torch.autograd.grad(y, used, grad) if used else ())]
+
+
+DRAW = {
+    "seed": st.integers(0, 999),
+    "num_tokens": st.sampled_from([1, 2, 7, 40]),
+    "num_experts": st.sampled_from([1, 3, 17]),
+    "top_k": st.sampled_from([1, 2, 3]),
+    "hidden_size": st.sampled_from([16, 24, 40]),
+    "width": st.sampled_from([8, 16, 20]),
+    "layout": st.sampled_from(["halves", "interleaved", "alone"]),
+    "transposed": st.booleans(),
+    "bias": st.booleans(),
+    "gate": st.integers(0, 5),
+    "routing": st.sampled_from(["even", "uneven", "one", "elsewhere"]),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    "score_dtype": st.sampled_from([torch.float32, torch.bfloat16]),
+    "needs": st.lists(st.booleans(), min_size=6, max_size=6).map(lambda needs: needs if any(needs) else [True] * 6),
+}
+
+
+@given(st.fixed_dictionaries(DRAW))
+@few(40)
+def test_outputs_and_gradients_are_as_near_to_float64_as_plain_pytorch(
+    device: torch.device, draw: dict[str, Any]
+) -> None:
+    tensors, index, options = make(draw, device)
+    needs = [need and each is not None for need, each in zip(draw["needs"], tensors, strict=True)]
+    found = run(fused_experts, tensors, needs, index, **options)
+    eager = run(plain_experts, tensors, needs, index, **options)
+    wide = [None if each is None else each.double() for each in tensors]
+    truth = run(plain_experts, wide, needs, index, **options)
+    names = ["output", *(name for name, need in zip(NAMES, needs, strict=True) if need)]
+    for name, actual, plain, expected in zip(names, found, eager, truth, strict=True):
+        assert_as_accurate(name, actual, plain, expected, magnitude=4.0)
