@@ -21,7 +21,7 @@ COLUMNS = {
     "norms": ("rms_norm", "layer_norm"),
     "rotary": ("rope",),
     "MLP": ("silu_mul", "gelu_mul", "relu_squared"),
-    "experts": ("silu_mul", "gelu_mul", "relu_squared"),
+    "experts": ("moe_experts",),
 }
 HEADER = """# Replaced modules by architecture
 
@@ -39,12 +39,7 @@ this page.
 
 
 def _cell(column: str, entries: Iterable[PatchEntry]) -> str:
-    mine = [
-        entry
-        for entry in entries
-        if entry.kernel in COLUMNS[column]
-        and ("Experts" in entry.structure) == (column == "experts" if column in ("MLP", "experts") else False)
-    ]
+    mine = [entry for entry in entries if entry.kernel in COLUMNS[column]]
     replaced = dict.fromkeys(entry.replacement.partition(", packed")[0] for entry in mine if entry.replacement)
     kept = dict.fromkeys(entry.structure for entry in mine if entry.replacement is None)
     return ", ".join(f"`{name}`" for name in replaced) + (f" ({', '.join(kept)})" if kept else "")

@@ -23,7 +23,6 @@ from liger_ops.arguments import check_bool, check_floating, check_same_device, c
 from liger_ops.moe import products
 from liger_ops.moe.gate import Gate
 from liger_ops.moe.index import Index, make_index
-from liger_ops.recipes import made
 
 
 class _Layout:
@@ -247,7 +246,7 @@ def _compute(*args: Any) -> Tensor:
         return experts_reference(*args)
     tensors = x, gate_up, down, scores, gate_up_bias, down_bias
     if backend.needs_graph(*tensors):
-        return made(_ExpertsFunction.apply(*args), _compute, *args)
+        return _ExpertsFunction.apply(*args)
     (y,) = _forward(x, gate_up, down, index, scores, gate_up_bias, down_bias, *gate, interleaved, transposed, False)
     return y
 

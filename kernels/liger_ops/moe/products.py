@@ -85,20 +85,20 @@ def _multiply(
 ):
     """``rows @ weight.T`` in float32."""
     terms = tl.arange(0, BLOCK_TERMS)
-    left_ptrs = row_ptrs[:, None] + terms[None, :]
-    right_ptrs = weight_ptr + columns[None, :] * column_stride + terms[:, None] * term_stride
+    places = columns[None, :] * column_stride + terms[:, None] * term_stride
     total = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
     for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
+        left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
         if EVEN:
             left = tl.load(left_ptrs)
-            right = tl.load(right_ptrs)
+            right = tl.load(weight_ptr + places)
         else:
             inside = start + terms < num_terms
             left = tl.load(left_ptrs, mask=inside[None, :], other=0.0)
-            right = tl.load(right_ptrs, mask=inside[:, None] & (columns < num_columns)[None, :], other=0.0)
+            mask = inside[:, None] & (columns < num_columns)[None, :]
+            right = tl.load(weight_ptr + places, mask=mask, other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
-        left_ptrs += BLOCK_TERMS
-        right_ptrs += BLOCK_TERMS * term_stride
+        weight_ptr += BLOCK_TERMS * term_stride
     return total
 
 
@@ -109,27 +109,26 @@ def _multiply_both(
 ):  # fmt: skip
     """The same by gate and up, whose weight begins ``up_offset`` elements after the gate's; rows are read once."""
     terms = tl.arange(0, BLOCK_TERMS)
-    left_ptrs = row_ptrs[:, None] + terms[None, :]
-    gate_ptrs = weight_ptr + columns[None, :] * column_stride + terms[:, None] * term_stride
-    up_ptrs = gate_ptrs + up_offset
+    places = columns[None, :] * column_stride + terms[:, None] * term_stride
+    up_ptr = weight_ptr + up_offset
     gate = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
     up = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
     for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
+        left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
         if EVEN:
             left = tl.load(left_ptrs)
-            gate_weight = tl.load(gate_ptrs)
-            up_weight = tl.load(up_ptrs)
+            gate_weight = tl.load(weight_ptr + places)
+            up_weight = tl.load(up_ptr + places)
         else:
             inside = start + terms < num_terms
             mask = inside[:, None] & (columns < num_columns)[None, :]
             left = tl.load(left_ptrs, mask=inside[None, :], other=0.0)
-            gate_weight = tl.load(gate_ptrs, mask=mask, other=0.0)
-            up_weight = tl.load(up_ptrs, mask=mask, other=0.0)
+            gate_weight = tl.load(weight_ptr + places, mask=mask, other=0.0)
+            up_weight = tl.load(up_ptr + places, mask=mask, other=0.0)
         gate = tl.dot(left, gate_weight, gate, input_precision=PRECISION)
         up = tl.dot(left, up_weight, up, input_precision=PRECISION)
-        left_ptrs += BLOCK_TERMS
-        gate_ptrs += BLOCK_TERMS * term_stride
-        up_ptrs += BLOCK_TERMS * term_stride
+        weight_ptr += BLOCK_TERMS * term_stride
+        up_ptr += BLOCK_TERMS * term_stride
     return gate, up
 
 
@@ -270,6 +269,60 @@ def _product_kernel(
     tl.store(y_ptr + rows[:, None] * num_columns + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _halve(tile, BLOCK_ROWS: tl.constexpr):
+    """The first and the second half of the columns."""
+    HALF: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_ROWS, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def _gate_gradients(
+    grad_a, first_column, rows, inside, scores, z_ptr, grad_z_ptr, scaled_ptr, width, limit, alpha, up_offset,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Stores what a tile of the gradient of a, without scores, gives; returns its part of the scores' gradients."""
+    BLOCK_ROWS: tl.constexpr = grad_a.shape[0]
+    BLOCK_COLUMNS: tl.constexpr = grad_a.shape[1]
+    HALF: tl.constexpr = z_ptr.dtype.element_ty != tl.float32
+    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+    long_rows = rows.to(tl.int64)
+    mask = inside[:, None] & (columns < width)[None, :]
+    if GATED == 2:
+        both = 2 * first_column + tl.arange(0, 2 * BLOCK_COLUMNS)
+        places = long_rows[:, None] * 2 * width + both[None, :]
+        both_mask = inside[:, None] & (both < 2 * width)[None, :]
+        z = tl.load(z_ptr + places, mask=both_mask, other=0.0).to(tl.float32)
+        gate, up = _split(z, BLOCK_ROWS, BLOCK_COLUMNS)
+        a, slope, by_up = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+    elif GATED == 1:
+        places = long_rows[:, None] * 2 * width + columns[None, :]
+        gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(z_ptr + places + width, mask=mask, other=0.0).to(tl.float32)
+        a, slope, by_up = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+    else:
+        places = long_rows[:, None] * width + columns[None, :]
+        gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        a, slope, by_up = gate_values(gate, None, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+    # Columns beyond the last one are 0 in grad_a, but 0 times a value that overflowed would not be.
+    part = tl.sum(tl.where(mask, a * grad_a, 0.0), axis=1)
+    if scaled_ptr is not None:
+        scaled = (a * scores[:, None]).to(scaled_ptr.dtype.element_ty)
+        tl.store(scaled_ptr + long_rows[:, None] * width + columns[None, :], scaled, mask=mask)
+    if grad_z_ptr is not None:
+        grad_a *= scores[:, None]
+        grad_gate = (grad_a * slope).to(grad_z_ptr.dtype.element_ty)
+        if GATED == 2:
+            grad_up = (grad_a * by_up).to(grad_z_ptr.dtype.element_ty)
+            grad_z = tl.reshape(tl.join(grad_gate, grad_up), (BLOCK_ROWS, 2 * BLOCK_COLUMNS))
+            tl.store(grad_z_ptr + places, grad_z, mask=both_mask)
+        else:
+            tl.store(grad_z_ptr + places, grad_gate, mask=mask)
+            if GATED == 1:
+                tl.store(grad_z_ptr + places + width, (grad_a * by_up).to(grad_z_ptr.dtype.element_ty), mask=mask)
+    return part
+
+
 @backend.Kernel
 def _gate_backward_kernel(
     grad_ptr,  # [num_tokens, hidden_size], of the output
@@ -300,6 +353,7 @@ def _gate_backward_kernel(
     GATED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,  # 1 or 2
     BLOCK_TERMS: tl.constexpr,
     EVEN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -320,43 +374,21 @@ def _gate_backward_kernel(
         row_ptrs, weight_ptr + expert.to(tl.int64) * expert_stride, columns, width, hidden_size,
         column_stride, term_stride, BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
     )  # fmt: skip
-    HALF: tl.constexpr = grad_ptr.dtype.element_ty != tl.float32
-    long_rows = rows.to(tl.int64)
-    mask = inside[:, None] & (columns < width)[None, :]
     scores = tl.load(scores_ptr + pairs, mask=inside, other=0.0).to(tl.float32)
-    if GATED == 2:
-        both = 2 * block * BLOCK_COLUMNS + tl.arange(0, 2 * BLOCK_COLUMNS)
-        places = long_rows[:, None] * 2 * width + both[None, :]
-        both_mask = inside[:, None] & (both < 2 * width)[None, :]
-        z = tl.load(z_ptr + places, mask=both_mask, other=0.0).to(tl.float32)
-        gate, up = _split(z, BLOCK_ROWS, BLOCK_COLUMNS)
-        a, slope, by_up = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
-    elif GATED == 1:
-        places = long_rows[:, None] * 2 * width + columns[None, :]
-        gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(z_ptr + places + width, mask=mask, other=0.0).to(tl.float32)
-        a, slope, by_up = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
-    else:
-        places = long_rows[:, None] * width + columns[None, :]
-        gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        a, slope, by_up = gate_values(gate, None, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
-    # Columns beyond the last one are 0 in grad_a, but 0 times a value that overflowed would not be.
-    part = tl.sum(tl.where(mask, a * grad_a, 0.0), axis=1)
-    tl.store(partial_ptr + long_rows * num_blocks + block, part, mask=inside)
-    if scaled_ptr is not None:
-        scaled = (a * scores[:, None]).to(scaled_ptr.dtype.element_ty)
-        tl.store(scaled_ptr + long_rows[:, None] * width + columns[None, :], scaled, mask=mask)
-    if grad_z_ptr is not None:
-        grad_a *= scores[:, None]
-        grad_gate = (grad_a * slope).to(grad_z_ptr.dtype.element_ty)
-        if GATED == 2:
-            grad_up = (grad_a * by_up).to(grad_z_ptr.dtype.element_ty)
-            grad_z = tl.reshape(tl.join(grad_gate, grad_up), (BLOCK_ROWS, 2 * BLOCK_COLUMNS))
-            tl.store(grad_z_ptr + places, grad_z, mask=both_mask)
+    PART: tl.constexpr = BLOCK_COLUMNS // NUM_PARTS
+    part = tl.zeros((BLOCK_ROWS,), tl.float32)
+    rest = grad_a
+    # Of a part of the columns at a time, which needs fewer registers.
+    for number in tl.static_range(NUM_PARTS):
+        if number + 1 < NUM_PARTS:
+            own, rest = _halve(rest, BLOCK_ROWS)
         else:
-            tl.store(grad_z_ptr + places, grad_gate, mask=mask)
-            if GATED == 1:
-                tl.store(grad_z_ptr + places + width, (grad_a * by_up).to(grad_z_ptr.dtype.element_ty), mask=mask)
+            own = rest
+        part += _gate_gradients(
+            own, block * BLOCK_COLUMNS + number * PART, rows, inside, scores, z_ptr, grad_z_ptr, scaled_ptr,
+            width, limit, alpha, up_offset, ACTIVATION, LIMIT, GATED,
+        )  # fmt: skip
+    tl.store(partial_ptr + rows.to(tl.int64) * num_blocks + block, part, mask=inside)
 
 
 @backend.Kernel
@@ -612,6 +644,7 @@ def gate_backward(
         column_stride=weight.stride(1),
         term_stride=weight.stride(2),
         GATED=gated,
+        NUM_PARTS=2 if blocks.columns >= 64 else 1,
         **_tiles(index),
         **gate.constants,
         **shape,

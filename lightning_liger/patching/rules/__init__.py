@@ -1,7 +1,8 @@
 """Rules that recognize modules by structure, not by name, and propose replacements for them."""
 
 from lightning_liger.patching.rules.base import Patched, Replacement, Rule
-from lightning_liger.patching.rules.gated_mlp import ExpertsRule, MLPReplacement, MLPRule
+from lightning_liger.patching.rules.experts import ExpertsRule
+from lightning_liger.patching.rules.gated_mlp import MLPReplacement, MLPRule
 from lightning_liger.patching.rules.head import HeadRule
 from lightning_liger.patching.rules.linear import convert, find_layers_of, gather_in_float8
 from lightning_liger.patching.rules.norm import NormRule

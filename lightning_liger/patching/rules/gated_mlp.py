@@ -1,4 +1,4 @@
-"""Gated MLPs: SwiGLU, GeGLU and squared ReLU, of separate and of packed projections, and the same inside experts.
+"""Gated MLPs: SwiGLU, GeGLU and squared ReLU, of separate and of packed projections.
 
 Which projection is the gate, which activation it has and where a dropout is, is found by comparing outputs and
 gradients. The comparison replaces projections by cheap random linear maps of their sizes, so it costs nothing even
@@ -267,45 +267,3 @@ def _mlps(sizes: dict[str, tuple[int, int]], activations: list[Tensor]) -> Itera
                 yield MLPReplacement(others[0], None, down, activation, up_first)
         elif len(others) == 1 and sizes[others[0]][1] == width and "relu_squared_mul" in known:
             yield MLPReplacement(others[0], None, down, "relu_squared")
-
-
-@dataclass(frozen=True)
-class ExpertsReplacement(_GatedReplacement):
-    """The gated unit between the two grouped matrix products of experts whose weights are 3-D tensors."""
-
-    activation: str
-
-    @property
-    def description(self) -> str:
-        return f"{self.activation}, packed, between grouped products"
-
-    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        gated_unit = _GATES[self.activation]
-
-        def _apply_gate(self: nn.Module, gate_up_out: Tensor) -> Tensor:
-            if _has_hooks_besides(self):
-                unfused: Any = original
-                return unfused._apply_gate(self, gate_up_out)
-            return gated_unit(gate_up_out)
-
-        return {"_apply_gate": _apply_gate}
-
-    def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
-        experts = probe_of(module)
-        width = experts.gate_up_proj.shape[-1 if getattr(module, "is_transposed", False) else -2]
-        x = Randoms(module)(NUM_PROBE_TOKENS, width, dtype=dtype or own_dtype(module), scale=size)
-        return compare(partial(experts._apply_gate, x), partial(_GATES[self.activation], x), (x,))
-
-
-class ExpertsRule(Rule):
-    """Experts of transformers, with a ``gate_up_proj`` of three dimensions and a method ``_apply_gate``."""
-
-    kernels = _KERNELS
-
-    def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
-        gate_up = getattr(module, "gate_up_proj", None)
-        if not (isinstance(gate_up, Tensor) and gate_up.dim() == 3 and callable(getattr(module, "_apply_gate", None))):
-            return None
-        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
-            return "its experts run one after another, without _apply_gate"
-        return [ExpertsReplacement(activation) for activation in _GATES]

@@ -133,7 +133,7 @@ DRAW = {
 
 
 @given(st.fixed_dictionaries(DRAW))
-@few(40)
+@few(20)
 def test_outputs_and_gradients_are_as_near_to_float64_as_plain_pytorch(
     device: torch.device, draw: dict[str, Any]
 ) -> None:

@@ -1,6 +1,5 @@
 """Gated MLPs are found by what they compute, whatever their children are called; what resembles them is left alone."""
 
-import importlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -11,11 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DeepseekV4Config, GptOssConfig, MixtralConfig
 from transformers.activations import ACT2FN
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
 from lightning_liger import apply_liger_kernels
@@ -265,70 +260,3 @@ def test_instance_whose_child_has_other_settings_is_judged_by_itself() -> None:
     model[1].__class__ = model[2].__class__ = type(model[0])
     apply_liger_kernels(model)
     assert [isinstance(each, Patched) for each in model] == [True, False, True]
-
-
-NUM_EXPERTS = 4
-MOE_SIZES = {
-    "hidden_size": SIZE,
-    "intermediate_size": WIDTH,
-    "moe_intermediate_size": WIDTH,
-    "num_local_experts": NUM_EXPERTS,
-    "n_routed_experts": NUM_EXPERTS,
-}
-
-
-def experts(kind: Any, config_class: Any, implementation: str = "batched_mm", **overrides: Any) -> Any:
-    names = MOE_SIZES.keys() & vars(config_class()).keys()
-    config = config_class(**{name: MOE_SIZES[name] for name in names}, **overrides)
-    config._experts_implementation = implementation
-    return fill(kind(config))
-
-
-@pytest.mark.parametrize(
-    ("activation", "description"),
-    list(zip(("silu", "gelu", "gelu_pytorch_tanh", "relu2"), ACTIVATIONS, strict=True)),
-)
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-def test_experts_are_replaced_and_stay_the_same(
-    activation: str, description: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = experts(MixtralExperts, MixtralConfig, implementation, hidden_act=activation)
-    used: list[str] = []
-    module = importlib.import_module("liger_ops.gated_linear_unit")
-    unit = module._gated_unit
-    monkeypatch.setattr(module, "_gated_unit", lambda *args, **kwargs: used.append("") or unit(*args, **kwargs))
-    twin = assert_replaced(original, f"{description}, packed, between grouped products")
-    used.clear()
-    weights, index = torch.rand(9, NUM_EXPERTS).topk(2)
-    assert_same(original, twin, tokens(9), index, weights)
-    assert used
-
-
-OTHER_GATES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "gpt_oss": (GptOssExperts, GptOssConfig, {}),
-    "clamped": (DeepseekV4Experts, DeepseekV4Config, {}),  # as Mixtral's, but clamped at 10
-    "quick_gelu": (MixtralExperts, MixtralConfig, {"hidden_act": "quick_gelu"}),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OTHER_GATES)
-def test_experts_with_another_gate_are_kept_with_a_reason(name: str, dtype: torch.dtype) -> None:
-    kind, config_class, overrides = OTHER_GATES[name]
-    reason = "silu_mul, packed, between grouped products is not the same: output differs by"
-    assert_kept(experts(kind, config_class, **overrides).to(dtype), reason)
-
-
-def test_experts_that_run_one_after_another_are_kept_with_a_reason() -> None:
-    assert_kept(experts(MixtralExperts, MixtralConfig, "eager"), "its experts run one after another")
-
-
-def test_hooks_of_the_activation_of_experts_run() -> None:
-    original = experts(MixtralExperts, MixtralConfig, "grouped_mm")
-    calls: list[Any] = []
-    original.act_fn.register_forward_hook(lambda *_: calls.append("called"))
-    twin: Any = assert_replaced(original, "silu_mul, packed, between grouped products")
-    assert calls == []
-    twin.act_fn.register_forward_hook(lambda module, args, output: output * 0)
-    assert not twin._apply_gate(torch.ones(3, 2 * twin.intermediate_dim)).any()
-    assert len(calls) == 1

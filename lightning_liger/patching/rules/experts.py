@@ -1,0 +1,214 @@
+"""Experts whose weights are two tensors of three dimensions, for tokens that a router already chose them for.
+
+Layout, activation, limits and the order of the gate's features are found by comparing outputs and all gradients on a
+copy with few small experts, which costs nothing however large the weights are. Constants are numbers among the module's
+attributes. Routers stay as they are: only the experts' own forward is replaced.
+"""
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_ops.moe.experts import moe_experts
+from lightning_liger.activations.tiles import has_hooks
+from lightning_liger.patching.rules.base import Randoms, Replacement, Rule, own_dtype, probe_of
+from lightning_liger.patching.verify import compare
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
+_QUICK_GELU = 1.702
+_MAX_COPY = 2**22  # elements of a weight that is small enough to be copied as it is
+_SCALES = (1.0, 30.0)
+"""Of inputs; large values show limits."""
+_INDEX = torch.tensor([[0, 1], [3, 1], [1, 1], [4, 0], [0, 6], [1, 5], [3, 4]])
+"""Experts of tokens: one has none, one occurs twice in a token; the last two are there where experts may be none."""
+
+
+@dataclass(frozen=True)
+class ExpertsReplacement(Replacement):
+    """Names of the parameters, and the options of :func:`liger_ops.moe_experts`."""
+
+    gate_up: str
+    down: str
+    gate_up_bias: str | None
+    down_bias: str | None
+    activation: str
+    transposed: bool
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    limit_output: bool = False
+    has_identity: bool = False  # whether experts beyond those of down return their tokens
+
+    @property
+    def kernel(self) -> str:
+        return "moe_experts"
+
+    @property
+    def description(self) -> str:
+        parts = [f"moe_experts, {self.activation}"]
+        parts += [name for name in ("transposed", "interleaved") if getattr(self, name)]
+        parts += [] if self.limit is None else [f"limit {self.limit:g}"]
+        parts += [] if self.alpha == 1.0 or self.limit is not None else [f"alpha {self.alpha:g}"]
+        return ", ".join(parts)
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        names = list(inspect.signature(original.forward).parameters)[1:]
+
+        @wraps(original.forward)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            tensors: Any = [given.get(name) for name in names[:3]]
+            if len(given) != 3 or not self._applies(module, tensors):
+                return original.forward(module, *args, **kwargs)
+            return self._run(module, *tensors)
+
+        return {"forward": forward}
+
+    def _applies(self, module: nn.Module, tensors: Sequence[Any]) -> bool:
+        weights = [getattr(module, name) for name in (self.gate_up, self.down)]
+        is_plain = all(type(each) in (Tensor, nn.Parameter) for each in (*tensors, *weights))
+        if not is_plain or any(has_hooks(child) for child in module.children()):
+            return False
+        # The reference for CPUs asks for numbers, which cannot be compiled.
+        return weights[0].is_cuda or not torch.compiler.is_compiling()
+
+    def _run(self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        biases = [None if name is None else getattr(module, name) for name in (self.gate_up_bias, self.down_bias)]
+        gate_up, down = getattr(module, self.gate_up), getattr(module, self.down)
+        num_experts = down.shape[0]
+        y = moe_experts(
+            x,
+            gate_up[:num_experts] if self.has_identity else gate_up,
+            down,
+            index,
+            weights,
+            activation=self.activation,
+            gate_up_bias=biases[0],
+            down_bias=biases[1],
+            limit=self.limit,
+            alpha=self.alpha,
+            up_offset=self.up_offset,
+            limit_output=self.limit_output,
+            interleaved=self.interleaved,
+            transposed=self.transposed,
+        )
+        if not self.has_identity:
+            return y
+        return y + (x * weights.where(index >= num_experts, 0.0).sum(-1, keepdim=True)).to(y.dtype)
+
+    def verify(self, module: nn.Module) -> float:
+        # On the CPU first, so that a GPU compiles kernels for the candidate that fits only.
+        for scale in _SCALES:
+            self._compare(module, Randoms(), torch.float32, scale)
+        return self._compare(module, Randoms(module), own_dtype(module), 1.0)
+
+    def _compare(self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float) -> float:
+        probe = _small_copy(module, self, random, dtype)
+        x = random(
+            len(_INDEX), getattr(probe, self.down).shape[-1 if self.transposed else -2], dtype=dtype, scale=scale
+        )
+        weights = random(*_INDEX.shape, dtype=dtype)
+        index = _INDEX.to(random.device).clamp(max=getattr(probe, self.gate_up).shape[0] - 1)
+        leaves = (x, weights, *probe.parameters(recurse=False))
+        return compare(partial(probe.forward, x, index, weights), partial(self._run, probe, x, index, weights), leaves)
+
+
+def _small_copy(module: nn.Module, replacement: ExpertsReplacement, random: Randoms, dtype: torch.dtype) -> Any:
+    """A copy of the module with few small experts of random weights, which run one after another."""
+    num_experts, hidden_size, width = _sizes(getattr(module, replacement.down), replacement.transposed)
+    sizes = {num_experts: 5, hidden_size: 24, width: 16, 2 * width: 32}
+    gate_up = getattr(module, replacement.gate_up)
+    if replacement.has_identity:
+        sizes |= {gate_up.shape[0]: 7, gate_up.shape[0] - num_experts: 2}
+    if len(sizes) < (6 if replacement.has_identity else 4):  # one size would stand for two
+        sizes = {}
+        if gate_up.numel() > _MAX_COPY:
+            raise ValueError(f"its sizes are not different: {num_experts} experts, {hidden_size} to {width} features")
+    replaced: dict[str, Any] = {
+        name: nn.Parameter(
+            random(*(sizes.get(size, size) for size in parameter.shape), dtype=dtype, scale=0.3).detach()
+        )
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    for name, value in vars(module).items():
+        if type(value) is int and value in sizes:
+            replaced[name] = sizes[value]
+    config = getattr(module, "config", None)
+    if config is not None and hasattr(config, "_experts_implementation"):
+        replaced["config"] = copy.copy(config)
+        replaced["config"]._experts_implementation = "eager"
+    return probe_of(module, **replaced)
+
+
+def _sizes(down: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Numbers of experts, of features of tokens, and of features inside."""
+    num_experts, hidden_size, width = down.mT.shape if transposed else down.shape
+    return num_experts, hidden_size, width
+
+
+class ExpertsRule(Rule):
+    """Modules of two weights ``[num_experts, ., .]`` that fit together, with or without two biases."""
+
+    kernels = ("moe_experts",)
+
+    def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
+        own = dict(module.named_parameters(recurse=False))
+        weights = {name: each for name, each in own.items() if each.dim() == 3 and each.is_floating_point()}
+        required = [
+            each
+            for each in inspect.signature(module.forward).parameters.values()
+            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(weights) != 2 or len(required) < 3:
+            return None
+        if any(name not in weights and each.dim() != 2 for name, each in own.items()):
+            return "it has other parameters than weights and biases"
+        layouts = list(_layouts(weights, {name: each for name, each in own.items() if name not in weights}))
+        if not layouts:
+            return "its weights do not fit together"
+        return [ExpertsReplacement(**names, **gate) for names, is_gated in layouts for gate in _gates(module, is_gated)]
+
+
+def _layouts(
+    weights: dict[str, nn.Parameter], biases: dict[str, nn.Parameter]
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Names of parameters and whether weights are transposed, for each way in which shapes fit; whether there is up."""
+    for (first, second), transposed in itertools.product(itertools.permutations(weights), (False, True)):
+        num_experts, hidden_size, width = _sizes(weights[second], transposed)
+        inner = weights[first].mT if transposed else weights[first]
+        fits = inner.shape[2] == hidden_size and inner.shape[1] in (width, 2 * width)
+        if not fits or inner.shape[0] < num_experts:
+            continue
+        found: list[str | None] = [
+            next((name for name, each in biases.items() if each.shape == (num_experts, size)), None)
+            for size in (inner.shape[1], hidden_size)
+        ]
+        if len(set(found) - {None}) == len(biases):
+            names = {"gate_up": first, "down": second, "gate_up_bias": found[0], "down_bias": found[1]}
+            has_identity = inner.shape[0] > num_experts
+            yield names | {"transposed": transposed, "has_identity": has_identity}, inner.shape[1] == 2 * width
+
+
+def _gates(module: nn.Module, is_gated: bool) -> Iterator[dict[str, Any]]:
+    """Options of the gate, the most common first; constants are among the module's attributes."""
+    numbers = list(dict.fromkeys(float(each) for each in vars(module).values() if type(each) is float and each > 0))
+    limits = [(None, False), *itertools.product(numbers, (False, True))] if is_gated else [(None, False)]
+    parts = (False, True) if is_gated else (False,)
+    for offset, interleaved, (limit, limit_output), activation in itertools.product(parts, parts, limits, _ACTIVATIONS):
+        for alpha in (1.0, _QUICK_GELU, *numbers) if activation == "silu" else (1.0,):
+            yield {
+                "activation": activation,
+                "limit": limit,
+                "limit_output": limit_output,
+                "alpha": alpha,
+                "up_offset": float(offset),
+                "interleaved": interleaved,
+            }
