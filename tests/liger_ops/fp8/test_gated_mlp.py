@@ -103,7 +103,7 @@ def composed(
         seed=st.integers(0, 2**16),
     )
 )
-@few(16)
+@few(10)
 def test_equal_to_the_composition_of_the_parts(draw: Any, device: torch.device) -> None:
     """Bit for bit where PyTorch computes the activation; kernels' activations may round payloads to a neighbour."""
     torch.manual_seed(draw.seed)
@@ -178,7 +178,7 @@ def assert_neighbours(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -
         seed=st.integers(0, 2**16),
     )
 )
-@few(60)
+@few(40)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernels_give_the_references_payloads(
     draw: Any, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -236,8 +236,8 @@ def test_lost_tokens(device: torch.device, place: str, value: float, options: Fl
     assert not any(each.isfinite().all() for each in grads)
 
 
-@pytest.mark.parametrize("held", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 2, 1), (0, 0)])
+@pytest.mark.parametrize("held", [(0,), (0, 1)])
+@pytest.mark.parametrize("order", [(1, 0), (0, 2, 1), (0, 0)])
 def test_weights_held_in_float8_are_those_they_were_made_of(
     device: torch.device, held: tuple[int, ...], order: tuple[int, ...]
 ) -> None:

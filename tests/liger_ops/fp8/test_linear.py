@@ -58,7 +58,7 @@ def draw_layer(device: torch.device, dtype: torch.dtype = torch.bfloat16, sizes:
         seed=st.integers(0, 2**16),
     )
 )
-@few(25)
+@few(15)
 def test_sums_of_small_integers_are_exact(draw: Any, device: torch.device) -> None:
     """Outputs, all gradients and biases, of any shapes and layouts, rounded once; also with fast accumulation."""
     torch.manual_seed(draw.seed)

@@ -36,7 +36,7 @@ def test_oracle_knows_e4m3() -> None:
         seed=st.integers(0, 2**16),
     )
 )
-@few(150)
+@few(80)
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_payloads_and_scales(draw: Any, device: torch.device) -> None:
     """Of one tensor or several side by side, laid out in any way, into new memory or into slices of given memory."""

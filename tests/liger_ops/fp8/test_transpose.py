@@ -34,7 +34,7 @@ def powers_of_two(low: int, high: int, size: int) -> Tensor:
         seed=st.integers(0, 2**16),
     )
 )
-@few(120)
+@few(40)
 def test_transposed_rows(draw: Any, device: torch.device) -> None:
     """Times a factor a row or divided by it, with zeros in columns that fill up, and nothing written around them."""
     torch.manual_seed(draw.seed)
@@ -87,7 +87,7 @@ def test_inverse_of_scales_gives_the_payload(device: torch.device, dtype: torch.
         seed=st.integers(0, 2**16),
     )
 )
-@few(60)
+@few(40)
 def test_aligned_factors_give_back_each_scale(draw: Any, device: torch.device) -> None:
     """Of any two operands: factors that are at most 1, halves of one shift, the largest of which is none."""
     torch.manual_seed(draw.seed)
