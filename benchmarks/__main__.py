@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import fp8, loss_sweep, records, tables, timing
+from benchmarks import experts, fp8, loss_sweep, records, tables, timing
 from benchmarks.arguments import names
 from benchmarks.cases import AGAINST, Op
 from benchmarks.environment import environment
@@ -34,6 +34,7 @@ _MODULES = {
     "examples": (examples, "the stories of examples/ on one GPU"),
     "activations": (activations, "bytes that layers keep between forward and backward"),
     "convergence": (convergence, "losses with kernels and plans, and without"),
+    "experts": (experts, "a layer of experts, forward and backward"),
     "fp8": (fp8, "the linear layers of one decoder layer in float8 and bfloat16"),
     "optimizer": (optimizer, "AdamW's step, compared with PyTorch's"),
     "models": (models, "two layers of many models, with their distance to float64"),

@@ -302,13 +302,13 @@ def tables(found: Sequence[Measurement], num_tokens: int) -> Iterator[Table]:
     title = f"{DIMS[found[0].model].title}, one layer, {num_tokens:,} tokens"
     products = [one for one in found if one.kind == "product"]
     header = [cell for contender in (BFLOAT16, FLOAT8, FAST) for cell in (f"{contender}: ms", "TFLOP/s")]
-    grid = _grid(f"{title}: products", "product", *header, "speed")
+    grid = make_grid(f"{title}: products", "product", *header, "speed")
     for name, group in itertools.groupby(products, lambda one: one.name):
         mine = list(group)
         cells = [cell for one in mine for cell in (f"{one.ms:.3f}", number(one.tflop_s, ",.0f"))]
         grid.add_row(name, *cells, f"{mine[0].ms / mine[1].ms:.2f}x, {mine[0].ms / mine[2].ms:.2f}x")
     yield grid
-    grid = _grid(f"{title}: movements", "movement", "MB", "us", "floor us", "of the floor's rate")
+    grid = make_grid(f"{title}: movements", "movement", "MB", "us", "floor us", "of the floor's rate")
     movements = [one for one in found if one.kind == "movement"]
     for one in movements:
         floor = number(one.floor_ms and one.floor_ms * 1e3, ".1f")
@@ -321,7 +321,7 @@ def tables(found: Sequence[Measurement], num_tokens: int) -> Iterator[Table]:
     grid.add_row("all", f"{sum(one.num_bytes for one in movements) / 1e6:.1f}", f"{total_ms * 1e3:.1f}", *cells)
     yield grid
     columns = ("ms", "wall ms", "speed", "TFLOP/s", "products ms", "ms beyond them", "peak MiB", "error")
-    grid = _grid(f"{title}: forward and backward of all linear layers and the gated unit", "products in", *columns)
+    grid = make_grid(f"{title}: forward and backward of all linear layers and the gated unit", "products in", *columns)
     layers = [one for one in found if one.kind == "layer"]
     for one in layers:
         grid.add_row(
@@ -338,7 +338,7 @@ def tables(found: Sequence[Measurement], num_tokens: int) -> Iterator[Table]:
     yield grid
 
 
-def _grid(title: str, *columns: str) -> Table:
+def make_grid(title: str, *columns: str) -> Table:
     grid = Table(title=title, title_justify="left")
     for place, column in enumerate(columns):
         grid.add_column(column, justify="right" if place else "left", no_wrap=not place)

@@ -71,6 +71,11 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.linear_log_probs": {**LINEAR, "target": TARGET},
     "liger_ops.linear_token_loss": {**LINEAR, "target": TARGET, "token_loss": negative_log_probs},
     "liger_ops.linear_topk_log_probs": {**LINEAR, "ids": IDS, "mask": MASK},
+    "liger_ops.moe_experts": {
+        "x": torch.ones(4, 8), "gate_up": torch.ones(3, 12, 8), "down": torch.ones(3, 8, 6),
+        "top_k_index": torch.zeros(4, 2, dtype=torch.int64), "top_k_weights": torch.ones(4, 2),
+        "gate_up_bias": torch.ones(3, 12), "down_bias": torch.ones(3, 8),
+    },
     "liger_ops.relu_squared": {"input": X},
     "liger_ops.relu_squared_mul": {"gate": X, "up": X},
     "liger_ops.rms_norm": {"input": X, "normalized_shape": (8,), "weight": W},

@@ -15,6 +15,7 @@ from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenStats
 from liger_ops.loss.vocab_parallel import VocabShard
+from liger_ops.moe.experts import moe_experts
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
 from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
@@ -37,6 +38,7 @@ __all__ = [
     "linear_log_probs",
     "linear_token_loss",
     "linear_topk_log_probs",
+    "moe_experts",
     "relu_squared",
     "relu_squared_mul",
     "rms_norm",

@@ -164,6 +164,25 @@ def unit_case(activation: Callable[[Tensor], Tensor], **options: str) -> Case:
     return Case(lambda op, *tensors: op(*tensors, **options), lambda gate, up: activation(gate) * up, _norm(2, 0))
 
 
+def _experts(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens, weights of five experts and scores of two for each token; one has no token, one may come twice."""
+    weights = [torch.randn(5, 2 * 16, sizes.width), torch.randn(5, sizes.width, 16)]
+    index = torch.randint(4, (*sizes[:2], 2))
+    return [torch.randn(sizes[:3]), *(each / 4 for each in weights), torch.randn(index.shape)], [index]
+
+
+def _plain_experts(x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, index: Tensor) -> Tensor:
+    """The experts one after another."""
+    y = torch.zeros_like(_wide(x))
+    for expert in range(len(down)):
+        *tokens, slots = (index == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tuple(tokens)], gate_up[expert]).chunk(2, dim=-1)
+        rows = F.linear((F.silu(_wide(gate)) * up).to(x.dtype), down[expert])
+        pairs = (*tokens, slots)
+        y = y.index_put(tuple(tokens), _wide(rows) * _wide(scores[pairs]).unsqueeze(-1), accumulate=True)
+    return y.to(x.dtype)
+
+
 # A budget of chunks makes at least two, however large it is.
 CASES = {
     "linear_cross_entropy": Case(
@@ -241,6 +260,12 @@ CASES = {
     "gelu_mul": unit_case(functools.partial(F.gelu, approximate="tanh"), approximate="tanh"),
     "relu_squared_mul": unit_case(relu_squared),
     "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),
+    "moe_experts": Case(
+        lambda op, x, gate_up, down, scores, index: op(x, gate_up, down, index, scores),
+        _plain_experts,
+        _experts,
+        magnitude=4.0,
+    ),
 }
 """A case of each op with its usual options, by the op's name."""
 

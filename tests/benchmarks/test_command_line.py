@@ -170,6 +170,18 @@ def test_ends_its_processes_when_it_is_terminated(tmp_path):
 
 
 @without_gpu
+def test_experts_are_measured_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["experts", "--quick", "--model", "olmoe,gpt_oss_20b", "--tokens", "9", "--routing", "0.05"]
+    assert main([*command, "--out", str(tmp_path / "mine")]) == 0
+    _, found = read(tmp_path / "mine.jsonl")
+    names = [(line["model"], line["name"]) for line in found]
+    assert names == [
+        (model, name) for model in ("olmoe", "gpt_oss_20b") for name in ("transformers", "lightning-liger")
+    ]
+    assert all(line["flops"] == 18 * 9 * 2 * 32 * 16 and line["error"] < 0.02 for line in found)
+
+
+@without_gpu
 def test_fp8_measures_products_movements_and_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fp8", "--quick", "--model", "llama3_8b", "--tokens", "33", "--out", str(tmp_path / "mine")]) == 0
     environment, found = read(tmp_path / "mine.jsonl")

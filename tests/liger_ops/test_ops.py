@@ -306,8 +306,8 @@ def test_what_is_not_finite_spreads_as_in_plain_pytorch(
     # No token is ignored: a linear head's are never projected, so their gradient is 0 where PyTorch's is 0 * NaN.
     constants = [x if x.is_floating_point() else x.clamp(min=0) for x in constants]
     for index, x in enumerate(inputs):
-        if x.dim() == 1 and math.isinf(special):
-            continue  # an infinite parameter: NaN or not is a matter of the order of sums
+        if math.isinf(special) and (x.dim() == 1 or case.op is liger_ops.moe_experts):
+            continue  # an infinite parameter or expert: NaN or not is a matter of the order of sums
         spoilt = x.clone()
         spoilt.view(-1)[1] = special
         some = Tensors([*inputs[:index], spoilt, *inputs[index + 1 :]], constants)
@@ -400,6 +400,7 @@ def test_a_graph_of_the_gradients_is_refused(case: OpCase, triton_device: torch.
         torch.autograd.grad(outputs, leaves, make_upstream(outputs), create_graph=True)
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if name != "moe_experts"], indirect=True)  # keeps its scores
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_changes_nothing_but_the_products_of_a_head(
     dtype: torch.dtype, case: OpCase, device: torch.device

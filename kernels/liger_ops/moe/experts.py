@@ -59,19 +59,30 @@ def experts_reference(
     """The experts one after another, in plain PyTorch: products in the dtype of ``x``, sums in float32 or wider."""
     layout = _Layout(gate_up, down, interleaved, transposed)
     wide = torch.promote_types(x.dtype, torch.float32)
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        z = F.linear(rows, layout.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        a = gate.reference(*layout.split(z)).to(x.dtype)
+        return F.linear(a, layout.down[expert], None if down_bias is None else down_bias[expert]).to(wide)
+
+    y = torch.zeros_like(x, dtype=wide)
+    if torch.compiler.is_compiling():  # every expert on every token, as numbers of tokens cannot be traced
+        for expert in range(layout.num_experts):
+            is_own = index == expert
+            own_scores = scores.to(wide).where(is_own, 0.0).sum(-1, keepdim=True)
+            is_used = is_own.any(-1, keepdim=True)
+            y = y + (run(expert, x.where(is_used, 0.0)) * own_scores).where(is_used, 0.0)
+        return y.to(x.dtype)
     order = index.flatten().argsort(stable=True)
     bounds = torch.arange(layout.num_experts + 1, device=index.device)
     offsets = torch.searchsorted(index.flatten()[order], bounds).tolist()
-    y = torch.zeros_like(x, dtype=wide)
     for expert in range(layout.num_experts):
         pairs = order[offsets[expert] : offsets[expert + 1]]
         if not len(pairs) and expert:  # one without tokens still gives every tensor a gradient
             continue
         tokens = pairs // index.shape[1]
-        z = F.linear(x[tokens], layout.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        a = gate.reference(*layout.split(z)).to(x.dtype)
-        rows = F.linear(a, layout.down[expert], None if down_bias is None else down_bias[expert])
-        y = y.index_add(0, tokens, rows.to(wide) * scores.flatten()[pairs].to(wide).unsqueeze(-1))
+        rows = run(expert, x[tokens]) * scores.flatten()[pairs].to(wide).unsqueeze(-1)
+        y = y.index_add(0, tokens, rows)
     return y.to(x.dtype)
 
 
@@ -85,7 +96,7 @@ def _forward_fake(
     if not keep:
         return [y]
     z = x.new_empty((num_pairs, layout.gate_up.shape[1]))
-    sizes = Index.sizes(num_pairs, layout.num_experts, layout.block_rows(num_pairs))
+    sizes = Index.sizes(num_pairs, layout.num_experts)
     return [y, z, *(x.new_empty(size, dtype=torch.int32) for size in sizes)]
 
 
@@ -132,12 +143,7 @@ def _backward_fake(
     return backend.empty_gradients((x, gate_up, down, scores, *biases), needs)
 
 
-@backend.register_op(
-    "moe_experts_backward(Tensor grad, Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor scores,"
-    " Tensor? down_bias, Tensor(a!) z, Tensor[] places, str activation, float? limit, float alpha, float up_offset,"
-    " bool limit_output, bool interleaved, bool transposed, bool overwrite, bool[] needs) -> Tensor[]",
-    fake=_backward_fake,
-)
+@backend.register_op("moe_experts_backward", fake=_backward_fake)
 def _backward(
     grad: Tensor,
     x: Tensor,
@@ -155,13 +161,61 @@ def _backward(
     limit_output: bool,
     interleaved: bool,
     transposed: bool,
-    overwrite: bool,
     needs: list[bool],
 ) -> list[Tensor]:
-    """Those gradients of x, gate_up, down, scores and the biases that are needed; with ``overwrite`` z is lost."""
-    needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias = needs
-    layout = _Layout(gate_up, down, interleaved, transposed)
+    """Those gradients of x, gate_up, down, scores and the biases that are needed."""
     gate = Gate(activation, limit, alpha, up_offset, limit_output)
+    layout = _Layout(gate_up, down, interleaved, transposed)
+    return _gradients(grad, x, gate_up, down, index, scores, down_bias, z, places, gate, layout, needs, False)
+
+
+@backend.register_op(
+    "moe_experts_backward_(Tensor grad, Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor scores,"
+    " Tensor? down_bias, Tensor(a!) z, Tensor[] places, str activation, float? limit, float alpha, float up_offset,"
+    " bool limit_output, bool interleaved, bool transposed, bool[] needs) -> Tensor[]",
+    fake=_backward_fake,
+)
+def _backward_in_place(
+    grad: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    scores: Tensor,
+    down_bias: Tensor | None,
+    z: Tensor,
+    places: list[Tensor],
+    activation: str,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    limit_output: bool,
+    interleaved: bool,
+    transposed: bool,
+    needs: list[bool],
+) -> list[Tensor]:
+    """The same; z is lost."""
+    gate = Gate(activation, limit, alpha, up_offset, limit_output)
+    layout = _Layout(gate_up, down, interleaved, transposed)
+    return _gradients(grad, x, gate_up, down, index, scores, down_bias, z, places, gate, layout, needs, True)
+
+
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    scores: Tensor,
+    down_bias: Tensor | None,
+    z: Tensor,
+    places: list[Tensor],
+    gate: Gate,
+    layout: _Layout,
+    needs: list[bool],
+    overwrite: bool,
+) -> list[Tensor]:
+    needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias = needs
     where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(index.numel())
     needs_z = needs_x or needs_gate_up or needs_gate_up_bias
     grad_z = None if not needs_z else z if overwrite else torch.empty_like(z)
@@ -176,8 +230,8 @@ def _backward(
     if scaled is not None:
         grad_down = down.new_empty(down.shape)
         grad_down_bias = torch.empty_like(down_bias) if needs_down_bias and down_bias is not None else None
-        pair = (scaled, grad) if transposed else (grad, scaled)
-        products.weight_gradient(*pair, where, top_k, not transposed, grad_down, grad_down_bias, scores)
+        pair = (scaled, grad) if layout.transposed else (grad, scaled)
+        products.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down, grad_down_bias, scores)
         del scaled, pair
     if needs_x and grad_z is not None:
         rows = grad.new_empty((z.shape[0], x.shape[1]))
@@ -188,8 +242,8 @@ def _backward(
     if grad_z is not None and (needs_gate_up or needs_gate_up_bias):
         grad_gate_up = gate_up.new_empty(gate_up.shape)
         grad_gate_up_bias = gate_up.new_empty((layout.num_experts, z.shape[1])) if needs_gate_up_bias else None
-        pair = (x, grad_z) if transposed else (grad_z, x)
-        products.weight_gradient(*pair, where, top_k, transposed, grad_gate_up, grad_gate_up_bias, None)
+        pair = (x, grad_z) if layout.transposed else (grad_z, x)
+        products.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up, grad_gate_up_bias, None)
     found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias
     return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
 
@@ -235,7 +289,8 @@ class _ExpertsFunction(torch.autograd.Function):
         (*inputs, z, offsets, pairs, rows, starts, experts), overwrite = backend.take_saved_tensors(ctx, own=6)
         places = [offsets, pairs, rows, starts, experts]
         grad = backend.as_rows(grad, grad.shape[-1])
-        gradients = _backward(grad, *inputs, z.detach(), places, *ctx.settings, overwrite, needs)
+        compute = _backward_in_place if overwrite else _backward
+        gradients = compute(grad, *inputs, z.detach(), places, *ctx.settings, needs)
         x, gate_up, down, scores, gate_up_bias, down_bias = backend.spread(gradients, needs)
         return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None
 

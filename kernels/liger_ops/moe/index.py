@@ -15,6 +15,7 @@ from liger_ops import backend
 
 _BLOCK = 256  # pairs of a program; ranks in it are found by comparing each with each
 _EXPERT_BLOCK = 16
+MIN_TILE_ROWS = 16
 
 
 class Index(NamedTuple):
@@ -29,12 +30,16 @@ class Index(NamedTuple):
     tile_starts: Tensor
     """``[num_experts + 1]``: the first tile of each expert, and the number of tiles."""
     tile_experts: Tensor
-    """``[max_tiles]``: the expert of each tile; as many as there are at most, however the pairs are spread."""
+    """The expert of each tile. There is space for the most tiles of the fewest rows, however the pairs are spread."""
 
     @staticmethod
-    def sizes(num_pairs: int, num_experts: int, block_rows: int) -> tuple[int, ...]:
-        max_tiles = num_pairs // block_rows + min(num_pairs, num_experts)
-        return num_experts + 1, num_pairs, num_pairs, num_experts + 1, max_tiles
+    def sizes(num_pairs: int, num_experts: int) -> tuple[int, ...]:
+        return num_experts + 1, num_pairs, num_pairs, num_experts + 1, num_pairs // MIN_TILE_ROWS + num_experts
+
+    def max_tiles(self, block_rows: int) -> int:
+        """The most tiles of so many rows."""
+        num_pairs, num_experts = self.pair_of_row.numel(), self.offsets.numel() - 1
+        return num_pairs // block_rows + min(num_pairs, num_experts)
 
 
 @backend.Kernel
@@ -128,7 +133,7 @@ def _place_kernel(
 
 def make_index(experts: Tensor, num_experts: int, block_rows: int) -> Index:
     """The rows of pairs whose experts are ``experts``, ``[num_pairs]`` in int64, in tiles of ``block_rows`` rows."""
-    shapes = Index.sizes(experts.numel(), num_experts, block_rows)
+    shapes = Index.sizes(experts.numel(), num_experts)
     outputs = Index(*(experts.new_empty(size, dtype=torch.int32) for size in shapes))
     offsets, pair_of_row, row_of_pair, tile_starts, tile_experts = outputs
     num_pairs = experts.numel()

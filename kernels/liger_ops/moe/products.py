@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.moe.gate import Gate, gate_values
-from liger_ops.moe.index import Index
+from liger_ops.moe.index import MIN_TILE_ROWS, Index
 
 
 class Blocks(NamedTuple):
@@ -41,10 +41,10 @@ def choose_blocks(num_columns: int, num_terms: int, dtype: torch.dtype, rows: in
 
 @backend.launch_cache
 def choose_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Rows of a tile: 128 where experts have that many, so that padding stays small."""
+    """Rows of a tile: fewer where experts have few, so that padding stays small."""
     average = num_pairs / num_experts
     largest = 128 if dtype.itemsize == 2 else 64
-    return largest if average >= 192 else min(largest, max(16, backend.next_power_of_2(int(average) // 2 + 1)))
+    return min(largest, max(MIN_TILE_ROWS, backend.next_power_of_2(int(average) // 2 + 1)))
 
 
 @triton.jit
@@ -558,7 +558,7 @@ def gate_up(
     blocks = choose_blocks(width, hidden_size, x.dtype, block_rows, gated == 0)
     shape = _shape(blocks, width, hidden_size, x.dtype)
     _gate_up_kernel.launch(
-        index.tile_experts.numel() * shape["num_blocks"],
+        index.max_tiles(block_rows) * shape["num_blocks"],
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,
@@ -587,7 +587,7 @@ def product(left: Tensor, weight: Tensor, bias: Tensor | None, index: Index, blo
         choose_blocks(num_columns, num_terms, left.dtype, block_rows, True), num_columns, num_terms, left.dtype
     )
     _product_kernel.launch(
-        index.tile_experts.numel() * shape["num_blocks"],
+        index.max_tiles(block_rows) * shape["num_blocks"],
         left_ptr=left,
         weight_ptr=weight,
         bias_ptr=bias,
@@ -626,7 +626,7 @@ def gate_backward(
     shape = _shape(blocks, width, hidden_size, grad.dtype)
     partial = grad.new_empty((z.shape[0], shape["num_blocks"]), dtype=torch.float32)
     _gate_backward_kernel.launch(
-        index.tile_experts.numel() * shape["num_blocks"],
+        index.max_tiles(block_rows) * shape["num_blocks"],
         grad_ptr=grad,
         weight_ptr=weight,
         z_ptr=z,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -146,3 +147,79 @@ def test_outputs_and_gradients_are_as_near_to_float64_as_plain_pytorch(
     names = ["output", *(name for name, need in zip(NAMES, needs, strict=True) if need)]
     for name, actual, plain, expected in zip(names, found, eager, truth, strict=True):
         assert_as_accurate(name, actual, plain, expected, magnitude=4.0)
+
+
+EVERYTHING = {
+    "seed": 3, "num_tokens": 40, "num_experts": 6, "top_k": 3, "hidden_size": 24, "width": 20, "layout": "halves",
+    "transposed": False, "bias": True, "gate": 0, "routing": "elsewhere", "dtype": torch.bfloat16,
+    "score_dtype": torch.float32,
+}  # fmt: skip
+NEEDS = [True] * 6
+
+
+def test_results_do_not_depend_on_the_order_of_tokens_or_experts(device: torch.device) -> None:
+    tensors, index, options = make(EVERYTHING, device)
+    found = run(fused_experts, tensors, NEEDS, index, **options)
+    assert all(map(torch.equal, found, run(fused_experts, tensors, NEEDS, index, **options)))
+
+    order = torch.randperm(len(index), generator=torch.Generator().manual_seed(0)).to(device)
+    moved = [tensors[0][order], *tensors[1:3], tensors[3][order], *tensors[4:]]
+    assert torch.equal(run(fused_experts, moved, [False] * 6, index[order], **options)[0], found[0][order])
+
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0)).to(device)
+    renamed = [each if place in (0, 3) else each[order] for place, each in enumerate(tensors)]
+    inverse = order.argsort()
+    is_used = (index >= 0) & (index < 6)
+    other = run(fused_experts, renamed, NEEDS, inverse[index.clamp(0, 5)].where(is_used, index), **options)
+    expected = [each[order] if place in (2, 3, 5, 6) else each for place, each in enumerate(found)]
+    if device.type == "cuda":
+        torch.testing.assert_close(other, expected)
+    assert all(map(torch.equal, other[2:4], expected[2:4]))
+
+
+def test_what_is_lost_stays_with_its_token_and_experts(device: torch.device) -> None:
+    tensors, index, options = make(EVERYTHING, device)
+    index = torch.randint(0, 5, index.shape, generator=torch.Generator().manual_seed(0)).to(device)  # 5 has no token
+    tensors[0][7, 3] = float("nan")
+    y, grad_x, *grads = run(fused_experts, tensors, NEEDS, index, **options)
+    rows = [row for row in range(len(index)) if row != 7]
+    assert y[7].isnan().all()
+    assert y[rows].isfinite().all()
+    assert grad_x[rows].isfinite().all()
+    own = set(index[7].tolist())
+    for grad in (grads[0], grads[1]):
+        assert {expert for expert in range(6) if not grad[expert].isfinite().all()} == own
+    assert not any(grads[place][5].any() for place in (0, 1, 3, 4))
+
+
+def test_pairs_without_an_expert_add_nothing_and_get_no_gradient(device: torch.device) -> None:
+    tensors, index, options = make(EVERYTHING, device)
+    is_used = (index >= 0) & (index < 6)
+    assert not is_used.all()
+    tensors[3] = tensors[3].masked_fill(~is_used, float("inf"))
+    y, grad_x, _, _, grad_scores, *_ = run(fused_experts, tensors, NEEDS, index, **options)
+    assert y.isfinite().all()
+    assert grad_x.isfinite().all()
+    assert not grad_scores[~is_used].any()
+    nothing = torch.full_like(index, -1)
+    y, *grads = run(fused_experts, tensors, NEEDS, nothing, **options)
+    assert not y.any()
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_shapes_of_inputs_and_autocast(device: torch.device, num_tokens: int) -> None:
+    tensors, _, _ = make(EVERYTHING | {"dtype": torch.float32, "bias": False}, device)
+    x = torch.randn(2, num_tokens, 24, device=device)
+    index = torch.randint(0, 6, (2, num_tokens, 3), device=device)
+    scores = torch.rand(2, 3, num_tokens, device=device).mT
+    leaves = [each.requires_grad_() for each in (x, tensors[1], tensors[2], scores)]
+    flat = moe_experts(x.view(-1, 24), *leaves[1:3], index.view(-1, 3), scores.reshape(-1, 3))
+    y = moe_experts(*leaves[:3], index, scores)
+    assert torch.equal(y.view(-1, 24), flat)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        low = moe_experts(*leaves[:3], index, scores)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, y, rtol=0.05, atol=0.05)
+    for grad, leaf in zip(torch.autograd.grad(low.sum(), leaves), leaves, strict=True):
+        assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
