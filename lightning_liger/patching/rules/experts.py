@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from liger_ops.moe.experts import moe_experts
 from lightning_liger.activations.tiles import has_hooks
-from lightning_liger.patching.rules.base import Randoms, Replacement, Rule, own_dtype, probe_of
+from lightning_liger.patching.rules.base import (
+    Randoms,
+    Replacement,
+    Rule,
+    forward_of_one_tensor,
+    own_dtype,
+    probe_of,
+)
 from lightning_liger.patching.verify import compare
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
@@ -154,6 +161,42 @@ def _sizes(down: Tensor, transposed: bool) -> tuple[int, int, int]:
     return num_experts, hidden_size, width
 
 
+@dataclass(frozen=True)
+class AllTokensReplacement(ExpertsReplacement):
+    """Experts that each get all tokens, ``[num_experts * num_tokens, hidden_size]``, of which most are 0.
+
+    A token that is 0 adds nothing to outputs and gradients, so it needs no expert: these have no biases, and their
+    activations are 0 at 0.
+    """
+
+    @property
+    def description(self) -> str:
+        return f"{super().description}, tokens that are not 0"
+
+    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
+        def run(module: nn.Module, x: Tensor) -> Tensor:
+            fits = x.dim() == 2 and x.shape[0] % getattr(module, self.down).shape[0] == 0
+            if not fits or not self._applies(module, [x]):
+                return original.forward(module, x)
+            return self._run_all(module, x)
+
+        return {"forward": forward_of_one_tensor(original, run)}
+
+    def _run_all(self, module: nn.Module, x: Tensor) -> Tensor:
+        num_experts = getattr(module, self.down).shape[0]
+        expert = torch.arange(num_experts, device=x.device).repeat_interleave(x.shape[0] // num_experts)
+        index = torch.where((x != 0).any(-1), expert, -1).unsqueeze(-1)
+        return self._run(module, x, index, torch.ones_like(index, dtype=x.dtype))
+
+    def _compare(self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float) -> float:
+        probe = _small_copy(module, self, random, dtype)
+        down = getattr(probe, self.down)
+        x = random(4 * down.shape[0], down.shape[-1 if self.transposed else -2], dtype=dtype, scale=scale)
+        x = x.detach().masked_fill(torch.arange(len(x), device=x.device)[:, None] % 3 == 0, 0.0).requires_grad_()
+        leaves = (x, *probe.parameters(recurse=False))
+        return compare(partial(probe.forward, x), partial(self._run_all, probe, x), leaves)
+
+
 class ExpertsRule(Rule):
     """Modules of two weights ``[num_experts, ., .]`` that fit together, with or without two biases."""
 
@@ -162,19 +205,18 @@ class ExpertsRule(Rule):
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
         own = dict(module.named_parameters(recurse=False))
         weights = {name: each for name, each in own.items() if each.dim() == 3 and each.is_floating_point()}
-        required = [
-            each
-            for each in inspect.signature(module.forward).parameters.values()
-            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        ]
-        if len(weights) != 2 or len(required) < 3:
+        arguments = inspect.signature(module.forward).parameters
+        if len(weights) != 2 or len(arguments) not in (1, 3):
             return None
         if any(name not in weights and each.dim() != 2 for name, each in own.items()):
             return "it has other parameters than weights and biases"
         layouts = list(_layouts(weights, {name: each for name, each in own.items() if name not in weights}))
         if not layouts:
             return "its weights do not fit together"
-        return [ExpertsReplacement(**names, **gate) for names, is_gated in layouts for gate in _gates(module, is_gated)]
+        if len(arguments) == 1 and (len(own) != 2 or any(names["has_identity"] for names, _ in layouts)):
+            return "its experts get all tokens, and have biases"
+        kind = ExpertsReplacement if len(arguments) == 3 else AllTokensReplacement
+        return [kind(**names, **gate) for names, is_gated in layouts for gate in _gates(module, is_gated)]
 
 
 def _layouts(

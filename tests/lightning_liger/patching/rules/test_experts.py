@@ -138,6 +138,34 @@ def test_gpt_oss_and_quick_gelu() -> None:
     assert_replaced(mixtral(hidden_act="quick_gelu"), "moe_experts, silu, alpha 1.702")
 
 
+class AllTokens(nn.Module):
+    """Experts that each get all tokens, as Llama 4's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(4, 16, 48))
+        self.second = nn.Parameter(torch.empty(4, 24, 16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        num_experts, hidden_size, _ = self.first.shape
+        gate, up = torch.bmm(rows.view(num_experts, -1, hidden_size), self.first).chunk(2, dim=-1)
+        return torch.bmm(up * F.silu(gate), self.second).view(-1, hidden_size)
+
+
+def test_experts_that_get_all_tokens_compute_those_that_are_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = fill(AllTokens())
+    twin = assert_replaced(original, "moe_experts, silu, transposed, tokens that are not 0")
+    used: list[Tensor] = []
+    run = experts.moe_experts
+    monkeypatch.setattr(experts, "moe_experts", lambda *args, **kwargs: used.append(args[3]) or run(*args, **kwargs))
+    rows = torch.randn(4 * 7, 16) * (torch.rand(4 * 7, 1) < 0.3)
+    assert_same(original, twin, rows)
+    assert torch.equal(used[0][:, 0] >= 0, rows.any(-1))
+    assert torch.equal(used[0][:, 0].clamp(min=0), torch.arange(4).repeat_interleave(7) * rows.any(-1))
+    with pytest.raises(RuntimeError, match="invalid for input of size"):  # the original's error
+        twin(torch.randn(7, 16))
+
+
 def test_what_is_no_gated_mlp_is_kept_with_a_reason() -> None:
     reason = "moe_experts, silu is not the same: output differs by"
     assert_kept(mixtral(hidden_act="tanh"), reason)
@@ -147,6 +175,9 @@ def test_what_is_no_gated_mlp_is_kept_with_a_reason() -> None:
     other = mixtral()
     other.down_proj = nn.Parameter(torch.randn(4, 16, 25))
     assert_kept(other, "its weights do not fit together")
+    other = fill(AllTokens())
+    other.bias = nn.Parameter(torch.ones(4, 48))
+    assert_kept(other, "its experts get all tokens, and have biases")
 
 
 def test_hooks_of_the_activation_of_experts_run() -> None:
