@@ -54,6 +54,7 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.LinearCrossEntropyLoss": {"in_features": 4, "num_classes": 7, "weight": torch.ones(7)},
     "liger_ops.RMSNorm": {"normalized_shape": 8},
     "liger_ops.RotaryEmbedding": {"head_dim": 8},
+    "liger_ops.SparseMoE": {**SIZES, "num_experts": 3, "top_k": 2},
     "liger_ops.SwiGLU": SIZES,
     "liger_ops.VocabShard": {"group": dist.ProcessGroup(0, 1), "start": 0, "vocab_size": 11},
     "liger_ops.add_rms_norm": {"input": X, "residual": X, "normalized_shape": (8,), "weight": W},
@@ -155,7 +156,7 @@ LigerMedusa.temperature LigerMultipleChoice.temperature LigerORPO.temperature Li
 """
 ANY_NUMBER = """
 alpha f_alpha_divergence_coef ignore_index logit_scale off_policy_mask_threshold offset simpo_gamma start
-teacher_logit_scale tpo_l_gamma
+teacher_logit_scale tpo_l_gamma up_offset
 """
 AT_MOST_1 = """
 divergence.beta linear_divergence.beta SparseDistillationOptions.beta DistillationOptions.beta LigerDistillation.beta

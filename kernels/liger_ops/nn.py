@@ -34,6 +34,7 @@ from liger_ops.gated_linear_unit import APPROXIMATIONS, gelu_mul, silu_mul
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, TokenLossOptions, TokenStats
+from liger_ops.moe.experts import moe_experts
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
@@ -48,6 +49,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "RMSNorm",
     "RotaryEmbedding",
+    "SparseMoE",
     "SwiGLU",
 ]
 
@@ -69,12 +71,15 @@ _check_positive = functools.partial(check_integer, at_least=1)
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "normalized_shape": _check_sizes,
     **dict.fromkeys(("num_channels", "head_dim", "hidden_size", "intermediate_size"), _check_positive),
-    **dict.fromkeys(("in_features", "num_classes"), _check_positive),
-    **dict.fromkeys(("elementwise_affine", "affine", "bias", "interleaved", "inplace_backward"), check_bool),
+    **dict.fromkeys(("in_features", "num_classes", "num_experts", "top_k"), _check_positive),
+    **dict.fromkeys(
+        ("elementwise_affine", "affine", "bias", "interleaved", "inplace_backward", "norm_topk_prob"), check_bool
+    ),
     **dict.fromkeys(("size_average", "reduce"), functools.partial(check_bool, optional=True)),
     "device": check_device,
     **dict.fromkeys(("dtype", "accumulate_dtype"), check_floating_dtype),
     "base": functools.partial(check_number, above=0),
+    "activation": functools.partial(check_choice, choices=("silu", "gelu", "gelu_tanh")),
     "approximate": functools.partial(check_choice, choices=APPROXIMATIONS),
     "reduction": functools.partial(check_choice, choices=REDUCTIONS),
     "weight": functools.partial(check_floating, optional=True),
@@ -322,6 +327,84 @@ class GeGLU(_GatedMLP):
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
+
+
+class SparseMoE(nn.Module):
+    """A mixture of SwiGLU layers, of which each token goes through ``top_k``: ``[*, hidden_size]`` to the same.
+
+    A linear router without bias gives each token a logit for each expert. The experts of the largest ones compute, and
+    their outputs are added with the softmax's probabilities, in float32, as factors (Mixtral, arXiv:2401.04088; Qwen3).
+    Weights are named and shaped as Hugging Face's: ``gate.weight``, ``experts.gate_up_proj``, ``experts.down_proj``.
+
+    Args:
+        hidden_size: Columns of input and output.
+        intermediate_size: Columns inside of an expert.
+        num_experts: How many there are.
+        top_k: How many compute a token.
+        norm_topk_prob: Whether the factors of a token are divided by their sum.
+        activation: Of the gate, "silu", "gelu" or "gelu_tanh".
+        device, dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        norm_topk_prob: bool = True,
+        activation: str = "silu",
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
+        _check(locals())
+        if top_k > num_experts:
+            raise wrong_value("top_k", f"at most num_experts = {num_experts}", top_k)
+        super().__init__()
+        self.hidden_size, self.top_k = hidden_size, top_k
+        self.norm_topk_prob, self.activation = norm_topk_prob, activation
+        self.gate = nn.Linear(hidden_size, num_experts, False, device, dtype)
+        self.experts = _Experts(hidden_size, intermediate_size, num_experts, device, dtype)
+
+    def route(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits of all experts, ``[*, num_experts]``, each token's experts, and their factors, ``[*, top_k]``."""
+        logits = self.gate(input)
+        scores, index = logits.float().softmax(-1).topk(self.top_k, dim=-1)
+        return logits, index, scores / scores.sum(-1, keepdim=True) if self.norm_topk_prob else scores
+
+    def forward(self, input: Tensor) -> Tensor:
+        check_floating("input", input)
+        if input.dim() == 0 or input.shape[-1] != self.hidden_size:
+            raise wrong_value("input", f"a tensor whose last dimension is hidden_size = {self.hidden_size}", input)
+        _, index, scores = self.route(input)
+        weights = self.experts.gate_up_proj, self.experts.down_proj
+        return moe_experts(input, *weights, index, scores, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return _shown(self, "top_k", "norm_topk_prob", "activation")
+
+
+class _Experts(nn.Module):
+    """The weights of all experts."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, num_experts: int, device: Device, dtype: Dtype
+    ) -> None:
+        super().__init__()
+        make = functools.partial(torch.empty, device=device, dtype=dtype)
+        self.gate_up_proj = nn.Parameter(make(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(make(num_experts, hidden_size, intermediate_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As those of ``nn.Linear``."""
+        for parameter in self.parameters():
+            bound = parameter.shape[-1] ** -0.5
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"gate_up_proj={tuple(self.gate_up_proj.shape)}, down_proj={tuple(self.down_proj.shape)}"
 
 
 def _options(module: nn.Module, *names: str) -> dict[str, Any]:

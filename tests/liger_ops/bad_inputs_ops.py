@@ -165,6 +165,8 @@ WRONG: list[tuple[Any, ...]] = [
 MODULES: list[tuple[Any, ...]] = [
     (nn.SwiGLU(4, 6), (integers(2, 4),), "input must be", "floating-point tensor", "int64"),
     (nn.SwiGLU(4, 6), (ONES(2, 5),), "hidden_size = 4", "(2, 5)"),
+    (nn.SparseMoE(4, 6, 3, 2), (ONES(2, 5),), "hidden_size = 4", "(2, 5)"),
+    (nn.SparseMoE, (4, 6, 3, 4), "top_k must be", "at most num_experts = 3", "got 4"),
     (nn.RotaryEmbedding(8), (HEADS[..., :6],) * 2, "q must be", "the last head_dim = 8", "(2, 3, 5, 6)"),
     (nn.RotaryEmbedding(8), (HEADS, HEADS, "x"), "position_ids must be", "a tensor or None", "'x'"),
     (nn.RotaryEmbedding(8), (HEADS, HEADS, ONES(5).bool()), "position_ids", "integers or floating-point", "bool"),

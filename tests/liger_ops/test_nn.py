@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import liger_ops
 import liger_ops.nn as fused
@@ -124,6 +126,7 @@ SMALL = {
     "RotaryEmbedding": ({"head_dim": 8, "base": 100.0, "rotary_dim": 4, "interleaved": True}, (1, 2, 3, 8)),
     "SwiGLU": ({"hidden_size": 4, "intermediate_size": 6, "bias": True}, (2, 4)),
     "GeGLU": ({"hidden_size": 4, "intermediate_size": 6, "approximate": "tanh"}, (2, 4)),
+    "SparseMoE": ({"hidden_size": 4, "intermediate_size": 6, "num_experts": 5, "top_k": 2}, (2, 4)),
     "CrossEntropyLoss": (EXTRAS, (6, 7)),
     "LinearCrossEntropyLoss": ({**HEAD, **EXTRAS}, (6, 4)),
 }
@@ -352,3 +355,21 @@ def test_loss_passes_on_everything_it_is_given(name: str, monkeypatch: pytest.Mo
     assert {key: calls[0][key] for key in expected} == expected
     head_arguments = {"linear_weight", "linear_bias"} if is_linear else set()
     assert {*calls[0]} == {*expected, "input", "target", *head_arguments}
+
+
+# SparseMoE
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_sparse_moe_is_transformers_block(norm_topk_prob: bool) -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=8, moe_intermediate_size=6, num_experts=5, num_experts_per_tok=2, norm_topk_prob=norm_topk_prob
+    )
+    config._experts_implementation = "eager"
+    block = Qwen3MoeSparseMoeBlock(config)
+    randomize(block)
+    module = fused.SparseMoE(8, 6, 5, 2, norm_topk_prob=norm_topk_prob)
+    module.load_state_dict(block.state_dict(), strict=True)
+    x = torch.randn(2, 7, 8)
+    outputs = block(x)
+    torch.testing.assert_close(module(x), outputs if isinstance(outputs, Tensor) else outputs[0])
