@@ -33,6 +33,11 @@ def _add_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
     )
 
 
+def _gated_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    shape = num_tokens, hidden_size
+    return Inputs((make.leaf(*shape), make.leaf(*shape), make.weight(hidden_size)), (make.normal(*shape),))
+
+
 def _layer_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
     shape = num_tokens, hidden_size
     return Inputs((make.leaf(*shape), make.weight(hidden_size), make.leaf(hidden_size)), (make.normal(*shape),))
@@ -83,6 +88,13 @@ def _eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     total = x + residual
     return _eager_rms_norm(total, weight), total
+
+
+def _eager_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """The norm of Mamba 2's layers."""
+    hidden_states = x.float() * F.silu(gate.float())
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    return weight * (hidden_states * torch.rsqrt(variance + EPS)).to(x.dtype)
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -172,6 +184,24 @@ _OPS = (
         tiny=(16, 64),
         amount=_bytes_of_first,
         passes={"forward": 4, "backward": 4, "both": 8},  # both inputs share one gradient
+    ),
+    Op(
+        name="gated_rms_norm",
+        title="Gated RMSNorm",
+        inputs=_gated_norm_inputs,
+        exact=lambda x, gate, weight: _torch_rms_norm(x * F.silu(gate), weight),
+        contenders={
+            "ours": ours(
+                "gated_rms_norm",
+                lambda f, x, gate, weight: f(x, gate, weight, EPS, norm_before_gate=False, casting="llama"),
+            ),
+            "eager": Contender(_eager_gated_rms_norm),
+        },
+        shapes=((16384, 4096), (262144, 128)),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes=_GATED_PASSES,
     ),
     Op(
         name="layer_norm",

@@ -60,6 +60,7 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.apply_rotary": {"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE},
     "liger_ops.cross_entropy": {"input": LOGITS, "target": TARGET, "weight": BIAS, "token_weight": TOKEN_WEIGHT},
     "liger_ops.divergence": {"student_logits": LOGITS, "teacher_logits": LOGITS, **OF_TOKENS},
+    "liger_ops.gated_rms_norm": {"input": X, "gate": X, "weight": W},
     "liger_ops.gelu_mul": {"gate": X, "up": X},
     "liger_ops.group_norm": {"input": X, "num_groups": 2, "weight": W4, "bias": W4},
     "liger_ops.layer_norm": {"input": X, "normalized_shape": (8,), "weight": W, "bias": W},

@@ -154,6 +154,11 @@ def _likelihoods(*tensors: Tensor) -> Tensor:
     return -_log_probs_and_entropy(*tensors)[0][kept].exp().sum()
 
 
+def _plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = _wide(x)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * _wide(weight)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     """Relu, squared, in plain PyTorch."""
     return F.relu(x).square()
@@ -226,6 +231,11 @@ CASES = {
         lambda op, x, weight, bias: op(x, weight.shape, weight, bias, _EPS),
         lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, _EPS),
         _norm(1, 2),
+    ),
+    "gated_rms_norm": Case(
+        lambda op, x, gate, weight: op(x, gate, weight, _EPS),
+        lambda x, gate, weight: (_plain_rms_norm(x, weight) * F.silu(_wide(gate))).to(x.dtype),
+        _norm(2, 1),
     ),
     "group_norm": Case(
         lambda op, x, weight, bias: op(x, 2, weight, bias, _EPS),

@@ -64,6 +64,13 @@ def rms_norm_case(casting: str) -> Case:
     )
 
 
+def plain_gated_groups(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    groups = (wide * F.silu(gate.to(wide.dtype))).unflatten(-1, (2, -1))
+    y = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + EPS)
+    return y.flatten(-2).to(x.dtype) * weight
+
+
 def packed_case(case: OpCase) -> Case:
     """Gate and up in one tensor."""
 
@@ -140,6 +147,13 @@ VARIANTS = {
     ),
     ("rms_norm", "llama"): rms_norm_case("llama"),
     ("rms_norm", "none"): rms_norm_case("none"),
+    ("gated_rms_norm", "of groups"): CHECKS["gated_rms_norm"]._replace(
+        call=lambda op, x, gate, weight: op(
+            x, gate, weight, EPS, group_size=x.shape[-1] // 2, norm_before_gate=False, casting="llama"
+        ),
+        plain=plain_gated_groups,
+        make=lambda sizes: CHECKS["gated_rms_norm"].make(sizes._replace(width=2 * sizes.width)),
+    ),
     **{(name, "packed"): packed_case(CHECKS[name]) for name in ("silu_mul", "gelu_mul", "relu_squared_mul")},
     ("gelu_mul", "erf"): unit_case(F.gelu),
     ("cross_entropy", "everything"): CHECKS["cross_entropy"]._replace(
