@@ -38,6 +38,12 @@ def _gated_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs
     return Inputs((make.leaf(*shape), make.leaf(*shape), make.weight(hidden_size)), (make.normal(*shape),))
 
 
+def _modulated_norm_inputs(make: Maker, batch_size: int, seq_len: int, hidden_size: int) -> Inputs:
+    scale, shift = (make.leaf(batch_size, 1, hidden_size) for _ in range(2))
+    shape = batch_size, seq_len, hidden_size
+    return Inputs((make.leaf(*shape), make.weight(hidden_size), scale, shift), (make.normal(*shape),))
+
+
 def _layer_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
     shape = num_tokens, hidden_size
     return Inputs((make.leaf(*shape), make.weight(hidden_size), make.leaf(hidden_size)), (make.normal(*shape),))
@@ -95,6 +101,10 @@ def _eager_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     hidden_states = x.float() * F.silu(gate.float())
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     return weight * (hidden_states * torch.rsqrt(variance + EPS)).to(x.dtype)
+
+
+def _eager_modulated_rms_norm(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return _eager_rms_norm(x, weight) * (1 + scale) + shift
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -202,6 +212,22 @@ _OPS = (
         tiny=(16, 64),
         amount=_bytes_of_first,
         passes=_GATED_PASSES,
+    ),
+    Op(
+        name="modulated_rms_norm",
+        title="Modulated RMSNorm",
+        inputs=_modulated_norm_inputs,
+        exact=lambda x, weight, scale, shift: _torch_rms_norm(x, weight) * (1 + scale) + shift,
+        contenders={
+            "ours": ours("modulated_rms_norm", lambda f, *tensors: f(*tensors, EPS)),
+            "eager": Contender(_eager_modulated_rms_norm),
+            "liger": liger_kernel("liger_modulated_rms_norm", lambda f, *tensors: f(*tensors, EPS)),
+        },
+        shapes=((16, 1024, 4096), (64, 256, 1152)),
+        small=(2, 128, 1024),
+        tiny=(2, 8, 64),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
     ),
     Op(
         name="layer_norm",

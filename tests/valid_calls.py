@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 PAIRS, TEACHER, IMAGES = EXAMPLES / "preference.jsonl", EXAMPLES / "teacher_topk.safetensors", EXAMPLES / "images"
 X, W, W4, HEADS, TABLE = (torch.ones(shape) for shape in ((2, 4, 8), (8,), (4,), (2, 3, 5, 8), (2, 5, 8)))
 INPUT, WEIGHT, LOGITS = torch.ones(4, 3), torch.ones(11, 3), torch.ones(4, 11)
+OF_SAMPLES = torch.ones(2, 8)
 TARGET, IDS = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int64)
 MASK, TOKEN_WEIGHT, BIAS = torch.ones(4, dtype=torch.bool), torch.ones(4), torch.ones(11)
 LOG_PROBS = torch.full((2, 3), -2.0)
@@ -72,6 +73,7 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.linear_log_probs": {**LINEAR, "target": TARGET},
     "liger_ops.linear_token_loss": {**LINEAR, "target": TARGET, "token_loss": negative_log_probs},
     "liger_ops.linear_topk_log_probs": {**LINEAR, "ids": IDS, "mask": MASK},
+    "liger_ops.modulated_rms_norm": {"input": X, "weight": W, "scale": OF_SAMPLES, "shift": OF_SAMPLES},
     "liger_ops.relu_squared": {"input": X},
     "liger_ops.relu_squared_mul": {"gate": X, "up": X},
     "liger_ops.rms_norm": {"input": X, "normalized_shape": (8,), "weight": W},

@@ -87,6 +87,11 @@ def _norm(num_inputs: int, num_parameters: int) -> Callable[[Sizes], tuple[list[
     return make
 
 
+def _modulated(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    scales = [torch.randn(sizes.batch_size, 1, sizes.width) for _ in range(2)]
+    return [*_norm(1, 1)(sizes)[0], *scales], []
+
+
 def _channels(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     batch_size, *positions, _ = sizes
     return [torch.randn(batch_size, 4, *positions), torch.randn(4), torch.randn(4)], []
@@ -236,6 +241,11 @@ CASES = {
         lambda op, x, gate, weight: op(x, gate, weight, _EPS),
         lambda x, gate, weight: (_plain_rms_norm(x, weight) * F.silu(_wide(gate))).to(x.dtype),
         _norm(2, 1),
+    ),
+    "modulated_rms_norm": Case(
+        lambda op, x, weight, scale, shift: op(x, weight, scale, shift, _EPS),
+        lambda x, weight, scale, shift: (_plain_rms_norm(x, weight) * (1 + _wide(scale)) + _wide(shift)).to(x.dtype),
+        _modulated,
     ),
     "group_norm": Case(
         lambda op, x, weight, bias: op(x, 2, weight, bias, _EPS),

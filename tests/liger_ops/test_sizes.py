@@ -40,16 +40,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, *, groups: in
     return liger_ops.gated_rms_norm(x, gate, weight, EPS, group_size=x.shape[-1] // groups, **options)
 
 
-def plain_gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None,
-    *,
-    groups: int,
-    norm_before_gate: bool,
-    activation: Any,
-    casting: str,
-) -> Tensor:
+def plain_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
+    groups, norm_before_gate, activation, casting = options.values()
     factor = getattr(torch, activation, F.silu)(wide(gate))
     z = wide(x) if norm_before_gate else wide(x) * factor
     y = normalized(z.unflatten(-1, (groups, -1))).flatten(-2)
@@ -57,6 +49,11 @@ def plain_gated_rms_norm(
     y = y if weight is None else y * wide(weight)
     y = y * factor if norm_before_gate else y
     return y.to(x.dtype if weight is None or casting == "gemma" else torch.promote_types(x.dtype, weight.dtype))
+
+
+def plain_modulated_rms_norm(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    y = normalized(wide(x)) * wide(weight) * (1 + wide(scale)[:, None])
+    return (y if shift is None else y + wide(shift)[:, None]).to(x.dtype)
 
 
 # Short rows share a tile; three tiles and more are walked over by the interpreter's few programs.
@@ -71,6 +68,12 @@ SIZED = {
             "casting": ["gemma", "llama"],
         },
         num_inputs=2,
+    ),
+    "modulated_rms_norm": Sized(
+        lambda *tensors: liger_ops.modulated_rms_norm(*tensors, EPS),
+        plain_modulated_rms_norm,
+        lambda shape: [shape[-1:], shape[::2], shape[::2]],
+        [(1, 1, 12), (2, 3, 123), (3, 9, 1032), (2, 150, 64), (7, 1, 507), (2, 3, 5000), (1, 2, 16384)],
     ),
 }  # fmt: skip
 
