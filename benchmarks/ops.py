@@ -146,6 +146,18 @@ def _eager_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def _eager_softmax(x: Tensor) -> Tensor:
+    return F.softmax(x, dim=-1)
+
+
+def _eager_sparsemax(x: Tensor) -> Tensor:
+    totals = x.float().sort(dim=-1, descending=True).values
+    counts = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    sums = totals.cumsum(-1) - 1
+    count = (counts * totals > sums).sum(dim=-1, keepdim=True)
+    return (x - sums.gather(-1, count - 1) / count).clamp(min=0).to(x.dtype)
+
+
 def _eager_relu_squared(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
 
@@ -332,6 +344,21 @@ _OPS = (
         tiny=(16, 64),
         amount=_bytes_of_first,
         passes=_ROW_NORM_PASSES,
+    ),
+    *(
+        Op(
+            name=name,
+            title=name.capitalize(),
+            inputs=_activation_inputs,
+            exact=eager,
+            contenders={"ours": ours(name), "eager": Contender(eager), "liger": liger_kernel(f"liger_{name}")},
+            shapes=((16384, 4096), (4096, 32768)),
+            small=(256, 1024),
+            tiny=(16, 64),
+            amount=_bytes_of_first,
+            passes=_ROW_NORM_PASSES,
+        )
+        for name, eager in (("softmax", _eager_softmax), ("sparsemax", _eager_sparsemax))
     ),
     Op(
         name="cross_entropy",

@@ -78,6 +78,8 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.relu_squared_mul": {"gate": X, "up": X},
     "liger_ops.rms_norm": {"input": X, "normalized_shape": (8,), "weight": W},
     "liger_ops.silu_mul": {"gate": X, "up": X},
+    "liger_ops.softmax": {"input": X},
+    "liger_ops.sparsemax": {"input": X},
     "lightning_liger.DistillationOptions": {"divergence": "jsd"},
     "lightning_liger.ContextParallel": {"size": 1},
     "lightning_liger.ExamplesDataModule": {"path": PAIRS},
@@ -168,7 +170,7 @@ token_scores.labels topk_log_probs.ids universal_logit_divergence.options
 HINTS = Hints(
     least=dict.fromkeys(AT_LEAST_0.split(), 0)
     | dict.fromkeys(ANY_NUMBER.split(), -math.inf)
-    | {"block_size": 2, "max_length": 2, "delta": 1.2}
+    | {"block_size": 2, "max_length": 2, "delta": 1.2, "dim": -1}
     | dict.fromkeys(("TextDataModule.vocab_size", "PreferenceDataModule.vocab_size"), 257),
     most=dict.fromkeys(AT_MOST_1.split(), 1),
     below={"validation_fraction": 1, "CPOOptions.label_smoothing": 0.5, "TPOOptions.label_smoothing": 0.5},

@@ -21,6 +21,7 @@ from liger_ops.norm.layer_norm import layer_norm
 from liger_ops.norm.modulated_rms_norm import modulated_rms_norm
 from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
 from liger_ops.rope import apply_rotary
+from liger_ops.softmax import softmax, sparsemax
 
 __all__ = [
     "IGNORE_INDEX",
@@ -45,4 +46,6 @@ __all__ = [
     "relu_squared_mul",
     "rms_norm",
     "silu_mul",
+    "softmax",
+    "sparsemax",
 ]

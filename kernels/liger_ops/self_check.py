@@ -164,6 +164,18 @@ def _plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * _wide(weight)
 
 
+def _plain_sparsemax(x: Tensor) -> Tensor:
+    wide = _wide(x)
+    top = wide.amax(dim=-1, keepdim=True)
+    z = wide - top
+    tau = torch.full_like(z[..., :1], -1.0)
+    for _ in range(x.shape[-1]):  # until nothing more falls out of the support
+        support = z > tau
+        tau = (z.where(support, 0.0).sum(dim=-1, keepdim=True) - 1) / support.sum(dim=-1, keepdim=True)
+    spoilt = 0 * top  # NaN of a row with NaN or infinity
+    return ((1 + spoilt) * torch.where(z <= tau + spoilt, 0.0, z - tau)).to(x.dtype)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     """Relu, squared, in plain PyTorch."""
     return F.relu(x).square()
@@ -260,6 +272,8 @@ CASES = {
     "silu_mul": unit_case(F.silu),
     "gelu_mul": unit_case(functools.partial(F.gelu, approximate="tanh"), approximate="tanh"),
     "relu_squared_mul": unit_case(relu_squared),
+    "softmax": Case(lambda op, x: op(x), lambda x: _wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
+    "sparsemax": Case(lambda op, x: op(x), _plain_sparsemax, _norm(1, 0)),
     "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),
 }
 """A case of each op with its usual options, by the op's name."""

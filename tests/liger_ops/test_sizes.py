@@ -1,5 +1,6 @@
 """Ops that are one differentiable function each: kernels against float64 at all sizes, layouts and options."""
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import liger_ops
+from liger_ops.softmax import softmax_reference
 from tests.liger_ops.accuracy import DTYPES, assert_as_accurate, few, lay_out
 
 EPS = 1e-5
@@ -41,7 +43,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, *, groups: in
 
 
 def plain_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, **options: Any) -> Tensor:
-    groups, norm_before_gate, activation, casting = options.values()
+    names = "groups", "norm_before_gate", "activation", "casting"
+    groups, norm_before_gate, activation, casting = (options[name] for name in names)
     factor = getattr(torch, activation, F.silu)(wide(gate))
     z = wide(x) if norm_before_gate else wide(x) * factor
     y = normalized(z.unflatten(-1, (groups, -1))).flatten(-2)
@@ -56,6 +59,7 @@ def plain_modulated_rms_norm(x: Tensor, weight: Tensor, scale: Tensor, shift: Te
     return (y if shift is None else y + wide(shift)[:, None]).to(x.dtype)
 
 
+ROWS = [(1, 1), (2, 3, 123), (9, 1031), (200, 64), (3, 5000), (2, 16384)]
 # Short rows share a tile; three tiles and more are walked over by the interpreter's few programs.
 SIZED = {
     "gated_rms_norm": Sized(
@@ -75,6 +79,10 @@ SIZED = {
         lambda shape: [shape[-1:], shape[::2], shape[::2]],
         [(1, 1, 12), (2, 3, 123), (3, 9, 1032), (2, 150, 64), (7, 1, 507), (2, 3, 5000), (1, 2, 16384)],
     ),
+    **{
+        name: Sized(op, functools.partial(softmax_reference, is_sparse=name == "sparsemax"), lambda shape: [], ROWS)
+        for name, op in (("softmax", liger_ops.softmax), ("sparsemax", liger_ops.sparsemax))
+    },
 }  # fmt: skip
 
 
