@@ -49,6 +49,11 @@ def _layer_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs
     return Inputs((make.leaf(*shape), make.weight(hidden_size), make.leaf(hidden_size)), (make.normal(*shape),))
 
 
+def _dyt_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    x, *parameters = _layer_norm_inputs(make, num_tokens, hidden_size).arguments
+    return Inputs((x, make.weight(1), *parameters), (make.normal(num_tokens, hidden_size),))
+
+
 def _group_norm_inputs(make: Maker, batch_size: int, num_channels: int, height: int, width: int) -> Inputs:
     shape = batch_size, num_channels, height, width
     return Inputs((make.leaf(*shape), make.weight(num_channels), make.leaf(num_channels)), (make.normal(*shape),))
@@ -156,6 +161,10 @@ def _eager_sparsemax(x: Tensor) -> Tensor:
     sums = totals.cumsum(-1) - 1
     count = (counts * totals > sums).sum(dim=-1, keepdim=True)
     return (x - sums.gather(-1, count - 1) / count).clamp(min=0).to(x.dtype)
+
+
+def _eager_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return gamma * torch.tanh(alpha * x) + beta
 
 
 def _eager_relu_squared(x: Tensor) -> Tensor:
@@ -273,6 +282,18 @@ _OPS = (
         shapes=((16, 512, 64, 64),),
         small=(4, 64, 32, 32),
         tiny=(2, 8, 4, 4),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+    ),
+    Op(
+        name="dyt",
+        title="DyT",
+        inputs=_dyt_inputs,
+        exact=_eager_dyt,
+        contenders={"ours": ours("dyt"), "eager": Contender(_eager_dyt), "liger": liger_kernel("liger_dyt")},
+        shapes=((16384, 4096),),
+        small=(256, 1024),
+        tiny=(8, 64),
         amount=_bytes_of_first,
         passes=_ROW_NORM_PASSES,
     ),

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 PAIRS, TEACHER, IMAGES = EXAMPLES / "preference.jsonl", EXAMPLES / "teacher_topk.safetensors", EXAMPLES / "images"
 X, W, W4, HEADS, TABLE = (torch.ones(shape) for shape in ((2, 4, 8), (8,), (4,), (2, 3, 5, 8), (2, 5, 8)))
 INPUT, WEIGHT, LOGITS = torch.ones(4, 3), torch.ones(11, 3), torch.ones(4, 11)
-OF_SAMPLES = torch.ones(2, 8)
+ONE, OF_SAMPLES = torch.ones(1), torch.ones(2, 8)
 TARGET, IDS = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int64)
 MASK, TOKEN_WEIGHT, BIAS = torch.ones(4, dtype=torch.bool), torch.ones(4), torch.ones(11)
 LOG_PROBS = torch.full((2, 3), -2.0)
@@ -61,6 +61,7 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.apply_rotary": {"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE},
     "liger_ops.cross_entropy": {"input": LOGITS, "target": TARGET, "weight": BIAS, "token_weight": TOKEN_WEIGHT},
     "liger_ops.divergence": {"student_logits": LOGITS, "teacher_logits": LOGITS, **OF_TOKENS},
+    "liger_ops.dyt": {"input": X, "alpha": ONE, "gamma": W, "beta": W},
     "liger_ops.gated_rms_norm": {"input": X, "gate": X, "weight": W},
     "liger_ops.gelu_mul": {"gate": X, "up": X},
     "liger_ops.group_norm": {"input": X, "num_groups": 2, "weight": W4, "bias": W4},

@@ -15,6 +15,7 @@ from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenStats
 from liger_ops.loss.vocab_parallel import VocabShard
+from liger_ops.norm.dyt import dyt
 from liger_ops.norm.gated_rms_norm import gated_rms_norm
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
@@ -32,6 +33,7 @@ __all__ = [
     "apply_rotary",
     "cross_entropy",
     "divergence",
+    "dyt",
     "gated_rms_norm",
     "gelu_mul",
     "group_norm",

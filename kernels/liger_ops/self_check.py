@@ -92,6 +92,11 @@ def _modulated(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     return [*_norm(1, 1)(sizes)[0], *scales], []
 
 
+def _dynamic(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    (x, *parameters), _ = _norm(1, 2)(sizes)
+    return [x, torch.full((1,), 0.75), *parameters], []
+
+
 def _channels(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     batch_size, *positions, _ = sizes
     return [torch.randn(batch_size, 4, *positions), torch.randn(4), torch.randn(4)], []
@@ -174,6 +179,11 @@ def _plain_sparsemax(x: Tensor) -> Tensor:
         tau = (z.where(support, 0.0).sum(dim=-1, keepdim=True) - 1) / support.sum(dim=-1, keepdim=True)
     spoilt = 0 * top  # NaN of a row with NaN or infinity
     return ((1 + spoilt) * torch.where(z <= tau + spoilt, 0.0, z - tau)).to(x.dtype)
+
+
+def _plain_dyt(x: Tensor, alpha: Tensor, *others: Tensor) -> Tensor:
+    gamma, beta = map(_wide, others)
+    return (gamma * torch.tanh(_wide(alpha) * _wide(x)) + beta).to(x.dtype)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -272,6 +282,7 @@ CASES = {
     "silu_mul": unit_case(F.silu),
     "gelu_mul": unit_case(functools.partial(F.gelu, approximate="tanh"), approximate="tanh"),
     "relu_squared_mul": unit_case(relu_squared),
+    "dyt": Case(lambda op, *tensors: op(*tensors), _plain_dyt, _dynamic),
     "softmax": Case(lambda op, x: op(x), lambda x: _wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
     "sparsemax": Case(lambda op, x: op(x), _plain_sparsemax, _norm(1, 0)),
     "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),

@@ -293,6 +293,8 @@ def test_no_less_accurate_than_plain_pytorch(
         assert results[0].dtype == results[1].dtype
         if not results[2].isnan().any():  # the mean of nothing
             magnitude = case.case.magnitude if index == 0 else 0.0
+            if index and results[0].shape == (1,):  # the gradient of one number, a sum of both signs over all others
+                magnitude = tensors.inputs[0].numel() ** 0.5
             assert_as_accurate(f"result {index}", *results, magnitude=magnitude)
 
 
@@ -319,7 +321,7 @@ def test_what_is_not_finite_spreads_as_in_plain_pytorch(
         if (x.dim() == 1 or x.shape[1:-1] == (1,)) and math.isinf(special):
             continue  # an infinite parameter, of a sample too: NaN or not is a matter of the order of sums
         spoilt = x.clone()
-        spoilt.view(-1)[1] = special
+        spoilt.view(-1)[1 % x.numel()] = special
         some = Tensors([*inputs[:index], spoilt, *inputs[index + 1 :]], constants)
         # In float64, because F.gelu of infinity is NaN in float32 on some CPUs.
         expected = run(case.plain, place(some, triton_device, torch.float64))
