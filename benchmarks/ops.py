@@ -54,6 +54,11 @@ def _dyt_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
     return Inputs((x, make.weight(1), *parameters), (make.normal(num_tokens, hidden_size),))
 
 
+def _poly_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    shape = num_tokens, hidden_size
+    return Inputs((make.leaf(*shape), make.weight(3), make.weight(1)), (make.normal(*shape),))
+
+
 def _group_norm_inputs(make: Maker, batch_size: int, num_channels: int, height: int, width: int) -> Inputs:
     shape = batch_size, num_channels, height, width
     return Inputs((make.leaf(*shape), make.weight(num_channels), make.leaf(num_channels)), (make.normal(*shape),))
@@ -165,6 +170,11 @@ def _eager_sparsemax(x: Tensor) -> Tensor:
 
 def _eager_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return gamma * torch.tanh(alpha * x) + beta
+
+
+def _eager_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    powers = (power * torch.rsqrt(power.pow(2).mean(-1, keepdim=True) + EPS) for power in (x**3, x**2, x))
+    return sum(factor * power for factor, power in zip(weight, powers, strict=True)) + bias
 
 
 def _eager_relu_squared(x: Tensor) -> Tensor:
@@ -294,6 +304,22 @@ _OPS = (
         shapes=((16384, 4096),),
         small=(256, 1024),
         tiny=(8, 64),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+    ),
+    Op(
+        name="poly_norm",
+        title="PolyNorm",
+        inputs=_poly_norm_inputs,
+        exact=_eager_poly_norm,
+        contenders={
+            "ours": ours("poly_norm", lambda f, *tensors: f(*tensors, EPS)),
+            "eager": Contender(_eager_poly_norm),
+            "liger": liger_kernel("liger_poly_norm", lambda f, *tensors: f(*tensors, EPS)),
+        },
+        shapes=((16384, 4096),),
+        small=(256, 1024),
+        tiny=(16, 64),
         amount=_bytes_of_first,
         passes=_ROW_NORM_PASSES,
     ),

@@ -75,6 +75,7 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.linear_token_loss": {**LINEAR, "target": TARGET, "token_loss": negative_log_probs},
     "liger_ops.linear_topk_log_probs": {**LINEAR, "ids": IDS, "mask": MASK},
     "liger_ops.modulated_rms_norm": {"input": X, "weight": W, "scale": OF_SAMPLES, "shift": OF_SAMPLES},
+    "liger_ops.poly_norm": {"input": X, "weight": torch.ones(3), "bias": ONE},
     "liger_ops.relu_squared": {"input": X},
     "liger_ops.relu_squared_mul": {"gate": X, "up": X},
     "liger_ops.rms_norm": {"input": X, "normalized_shape": (8,), "weight": W},

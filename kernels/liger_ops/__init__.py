@@ -20,6 +20,7 @@ from liger_ops.norm.gated_rms_norm import gated_rms_norm
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
 from liger_ops.norm.modulated_rms_norm import modulated_rms_norm
+from liger_ops.norm.poly_norm import poly_norm
 from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
 from liger_ops.rope import apply_rotary
 from liger_ops.softmax import softmax, sparsemax
@@ -44,6 +45,7 @@ __all__ = [
     "linear_token_loss",
     "linear_topk_log_probs",
     "modulated_rms_norm",
+    "poly_norm",
     "relu_squared",
     "relu_squared_mul",
     "rms_norm",

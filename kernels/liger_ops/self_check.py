@@ -186,6 +186,12 @@ def _plain_dyt(x: Tensor, alpha: Tensor, *others: Tensor) -> Tensor:
     return (gamma * torch.tanh(_wide(alpha) * _wide(x)) + beta).to(x.dtype)
 
 
+def _plain_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    powers = torch.stack([_wide(x) ** power for power in (3, 2, 1)])
+    normalized = powers * torch.rsqrt(powers.square().mean(dim=-1, keepdim=True) + _EPS)
+    return (torch.einsum("k,k...->...", _wide(weight), normalized) + _wide(bias)).to(x.dtype)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     """Relu, squared, in plain PyTorch."""
     return F.relu(x).square()
@@ -283,6 +289,11 @@ CASES = {
     "gelu_mul": unit_case(functools.partial(F.gelu, approximate="tanh"), approximate="tanh"),
     "relu_squared_mul": unit_case(relu_squared),
     "dyt": Case(lambda op, *tensors: op(*tensors), _plain_dyt, _dynamic),
+    "poly_norm": Case(
+        lambda op, *tensors: op(*tensors, _EPS),
+        _plain_poly_norm,
+        lambda sizes: ([_rows(sizes), torch.tensor([0.5, -0.75, 1.25]), torch.full((1,), 0.5)], []),
+    ),
     "softmax": Case(lambda op, x: op(x), lambda x: _wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
     "sparsemax": Case(lambda op, x: op(x), _plain_sparsemax, _norm(1, 0)),
     "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),

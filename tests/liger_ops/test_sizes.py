@@ -64,6 +64,12 @@ def plain_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> T
     return (y if beta is None else y + wide(beta)).to(x.dtype)
 
 
+def plain_poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    first, second, third = (wide(weight)[2 - k] * normalized(wide(x) ** (k + 1)) for k in range(3))
+    y = first + second + third
+    return (y if bias is None else y + wide(bias)).to(x.dtype)
+
+
 ROWS = [(1, 1), (2, 3, 123), (9, 1031), (200, 64), (3, 5000), (2, 16384)]
 # Short rows share a tile; three tiles and more are walked over by the interpreter's few programs.
 SIZED = {
@@ -85,6 +91,12 @@ SIZED = {
         [(1, 1, 12), (2, 3, 123), (3, 9, 1032), (2, 150, 64), (7, 1, 507), (2, 3, 5000), (1, 2, 16384)],
     ),
     "dyt": Sized(liger_ops.dyt, plain_dyt, lambda shape: [(1,), shape[-1:], shape[-1:]], ROWS),
+    "poly_norm": Sized(
+        lambda x, weight, bias: liger_ops.poly_norm(x, weight, x.new_zeros(1) if bias is None else bias, EPS),
+        plain_poly_norm,
+        lambda shape: [(3,), (1,)],
+        [(1, 12), *ROWS[1:]],
+    ),
     **{
         name: Sized(op, functools.partial(softmax_reference, is_sparse=name == "sparsemax"), lambda shape: [], ROWS)
         for name, op in (("softmax", liger_ops.softmax), ("sparsemax", liger_ops.sparsemax))
