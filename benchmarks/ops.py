@@ -33,9 +33,30 @@ def _add_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
     )
 
 
+def _gated_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    shape = num_tokens, hidden_size
+    return Inputs((make.leaf(*shape), make.leaf(*shape), make.weight(hidden_size)), (make.normal(*shape),))
+
+
+def _modulated_norm_inputs(make: Maker, batch_size: int, seq_len: int, hidden_size: int) -> Inputs:
+    scale, shift = (make.leaf(batch_size, 1, hidden_size) for _ in range(2))
+    shape = batch_size, seq_len, hidden_size
+    return Inputs((make.leaf(*shape), make.weight(hidden_size), scale, shift), (make.normal(*shape),))
+
+
 def _layer_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
     shape = num_tokens, hidden_size
     return Inputs((make.leaf(*shape), make.weight(hidden_size), make.leaf(hidden_size)), (make.normal(*shape),))
+
+
+def _dyt_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    x, *parameters = _layer_norm_inputs(make, num_tokens, hidden_size).arguments
+    return Inputs((x, make.weight(1), *parameters), (make.normal(num_tokens, hidden_size),))
+
+
+def _poly_norm_inputs(make: Maker, num_tokens: int, hidden_size: int) -> Inputs:
+    shape = num_tokens, hidden_size
+    return Inputs((make.leaf(*shape), make.weight(3), make.weight(1)), (make.normal(*shape),))
 
 
 def _group_norm_inputs(make: Maker, batch_size: int, num_channels: int, height: int, width: int) -> Inputs:
@@ -85,6 +106,17 @@ def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Te
     return _eager_rms_norm(total, weight), total
 
 
+def _eager_gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    """The norm of Mamba 2's layers."""
+    hidden_states = x.float() * F.silu(gate.float())
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    return weight * (hidden_states * torch.rsqrt(variance + EPS)).to(x.dtype)
+
+
+def _eager_modulated_rms_norm(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return _eager_rms_norm(x, weight) * (1 + scale) + shift
+
+
 def _torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
@@ -122,6 +154,27 @@ def _eager_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def _eager_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
+
+
+def _eager_softmax(x: Tensor) -> Tensor:
+    return F.softmax(x, dim=-1)
+
+
+def _eager_sparsemax(x: Tensor) -> Tensor:
+    totals = x.float().sort(dim=-1, descending=True).values
+    counts = torch.arange(1, x.shape[-1] + 1, device=x.device)
+    sums = totals.cumsum(-1) - 1
+    count = (counts * totals > sums).sum(dim=-1, keepdim=True)
+    return (x - sums.gather(-1, count - 1) / count).clamp(min=0).to(x.dtype)
+
+
+def _eager_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return gamma * torch.tanh(alpha * x) + beta
+
+
+def _eager_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    powers = (power * torch.rsqrt(power.pow(2).mean(-1, keepdim=True) + EPS) for power in (x**3, x**2, x))
+    return sum(factor * power for factor, power in zip(weight, powers, strict=True)) + bias
 
 
 def _eager_relu_squared(x: Tensor) -> Tensor:
@@ -174,6 +227,40 @@ _OPS = (
         passes={"forward": 4, "backward": 4, "both": 8},  # both inputs share one gradient
     ),
     Op(
+        name="gated_rms_norm",
+        title="Gated RMSNorm",
+        inputs=_gated_norm_inputs,
+        exact=lambda x, gate, weight: _torch_rms_norm(x * F.silu(gate), weight),
+        contenders={
+            "ours": ours(
+                "gated_rms_norm",
+                lambda f, x, gate, weight: f(x, gate, weight, EPS, norm_before_gate=False, casting="llama"),
+            ),
+            "eager": Contender(_eager_gated_rms_norm),
+        },
+        shapes=((16384, 4096), (262144, 128)),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes=_GATED_PASSES,
+    ),
+    Op(
+        name="modulated_rms_norm",
+        title="Modulated RMSNorm",
+        inputs=_modulated_norm_inputs,
+        exact=lambda x, weight, scale, shift: _torch_rms_norm(x, weight) * (1 + scale) + shift,
+        contenders={
+            "ours": ours("modulated_rms_norm", lambda f, *tensors: f(*tensors, EPS)),
+            "eager": Contender(_eager_modulated_rms_norm),
+            "liger": liger_kernel("liger_modulated_rms_norm", lambda f, *tensors: f(*tensors, EPS)),
+        },
+        shapes=((16, 1024, 4096), (64, 256, 1152)),
+        small=(2, 128, 1024),
+        tiny=(2, 8, 64),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+    ),
+    Op(
         name="layer_norm",
         title="LayerNorm",
         inputs=_layer_norm_inputs,
@@ -205,6 +292,34 @@ _OPS = (
         shapes=((16, 512, 64, 64),),
         small=(4, 64, 32, 32),
         tiny=(2, 8, 4, 4),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+    ),
+    Op(
+        name="dyt",
+        title="DyT",
+        inputs=_dyt_inputs,
+        exact=_eager_dyt,
+        contenders={"ours": ours("dyt"), "eager": Contender(_eager_dyt), "liger": liger_kernel("liger_dyt")},
+        shapes=((16384, 4096),),
+        small=(256, 1024),
+        tiny=(8, 64),
+        amount=_bytes_of_first,
+        passes=_ROW_NORM_PASSES,
+    ),
+    Op(
+        name="poly_norm",
+        title="PolyNorm",
+        inputs=_poly_norm_inputs,
+        exact=_eager_poly_norm,
+        contenders={
+            "ours": ours("poly_norm", lambda f, *tensors: f(*tensors, EPS)),
+            "eager": Contender(_eager_poly_norm),
+            "liger": liger_kernel("liger_poly_norm", lambda f, *tensors: f(*tensors, EPS)),
+        },
+        shapes=((16384, 4096),),
+        small=(256, 1024),
+        tiny=(16, 64),
         amount=_bytes_of_first,
         passes=_ROW_NORM_PASSES,
     ),
@@ -276,6 +391,21 @@ _OPS = (
         tiny=(16, 64),
         amount=_bytes_of_first,
         passes=_ROW_NORM_PASSES,
+    ),
+    *(
+        Op(
+            name=name,
+            title=name.capitalize(),
+            inputs=_activation_inputs,
+            exact=eager,
+            contenders={"ours": ours(name), "eager": Contender(eager), "liger": liger_kernel(f"liger_{name}")},
+            shapes=((16384, 4096), (4096, 32768)),
+            small=(256, 1024),
+            tiny=(16, 64),
+            amount=_bytes_of_first,
+            passes=_ROW_NORM_PASSES,
+        )
+        for name, eager in (("softmax", _eager_softmax), ("sparsemax", _eager_sparsemax))
     ),
     Op(
         name="cross_entropy",

@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 PAIRS, TEACHER, IMAGES = EXAMPLES / "preference.jsonl", EXAMPLES / "teacher_topk.safetensors", EXAMPLES / "images"
 X, W, W4, HEADS, TABLE = (torch.ones(shape) for shape in ((2, 4, 8), (8,), (4,), (2, 3, 5, 8), (2, 5, 8)))
 INPUT, WEIGHT, LOGITS = torch.ones(4, 3), torch.ones(11, 3), torch.ones(4, 11)
+ONE, OF_SAMPLES = torch.ones(1), torch.ones(2, 8)
 TARGET, IDS = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int64)
 MASK, TOKEN_WEIGHT, BIAS = torch.ones(4, dtype=torch.bool), torch.ones(4), torch.ones(11)
 LOG_PROBS = torch.full((2, 3), -2.0)
@@ -61,6 +62,8 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.apply_rotary": {"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE},
     "liger_ops.cross_entropy": {"input": LOGITS, "target": TARGET, "weight": BIAS, "token_weight": TOKEN_WEIGHT},
     "liger_ops.divergence": {"student_logits": LOGITS, "teacher_logits": LOGITS, **OF_TOKENS},
+    "liger_ops.dyt": {"input": X, "alpha": ONE, "gamma": W, "beta": W},
+    "liger_ops.gated_rms_norm": {"input": X, "gate": X, "weight": W},
     "liger_ops.gelu_mul": {"gate": X, "up": X},
     "liger_ops.group_norm": {"input": X, "num_groups": 2, "weight": W4, "bias": W4},
     "liger_ops.layer_norm": {"input": X, "normalized_shape": (8,), "weight": W, "bias": W},
@@ -77,10 +80,14 @@ VALID: dict[str, dict[str, Any]] = {
         "top_k_index": torch.zeros(4, 2, dtype=torch.int64), "top_k_weights": torch.ones(4, 2),
         "gate_up_bias": torch.ones(3, 12), "down_bias": torch.ones(3, 8),
     },
+    "liger_ops.modulated_rms_norm": {"input": X, "weight": W, "scale": OF_SAMPLES, "shift": OF_SAMPLES},
+    "liger_ops.poly_norm": {"input": X, "weight": torch.ones(3), "bias": ONE},
     "liger_ops.relu_squared": {"input": X},
     "liger_ops.relu_squared_mul": {"gate": X, "up": X},
     "liger_ops.rms_norm": {"input": X, "normalized_shape": (8,), "weight": W},
     "liger_ops.silu_mul": {"gate": X, "up": X},
+    "liger_ops.softmax": {"input": X},
+    "liger_ops.sparsemax": {"input": X},
     "lightning_liger.DistillationOptions": {"divergence": "jsd"},
     "lightning_liger.ContextParallel": {"size": 1},
     "lightning_liger.ExamplesDataModule": {"path": PAIRS},
@@ -171,7 +178,7 @@ token_scores.labels topk_log_probs.ids universal_logit_divergence.options
 HINTS = Hints(
     least=dict.fromkeys(AT_LEAST_0.split(), 0)
     | dict.fromkeys(ANY_NUMBER.split(), -math.inf)
-    | {"block_size": 2, "max_length": 2, "delta": 1.2}
+    | {"block_size": 2, "max_length": 2, "delta": 1.2, "dim": -1}
     | dict.fromkeys(("TextDataModule.vocab_size", "PreferenceDataModule.vocab_size"), 257),
     most=dict.fromkeys(AT_MOST_1.split(), 1),
     below={"validation_fraction": 1, "CPOOptions.label_smoothing": 0.5, "TPOOptions.label_smoothing": 0.5},

@@ -16,10 +16,15 @@ from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenStats
 from liger_ops.loss.vocab_parallel import VocabShard
 from liger_ops.moe.experts import moe_experts
+from liger_ops.norm.dyt import dyt
+from liger_ops.norm.gated_rms_norm import gated_rms_norm
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
+from liger_ops.norm.modulated_rms_norm import modulated_rms_norm
+from liger_ops.norm.poly_norm import poly_norm
 from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
 from liger_ops.rope import apply_rotary
+from liger_ops.softmax import softmax, sparsemax
 
 __all__ = [
     "IGNORE_INDEX",
@@ -30,6 +35,8 @@ __all__ = [
     "apply_rotary",
     "cross_entropy",
     "divergence",
+    "dyt",
+    "gated_rms_norm",
     "gelu_mul",
     "group_norm",
     "layer_norm",
@@ -38,9 +45,13 @@ __all__ = [
     "linear_log_probs",
     "linear_token_loss",
     "linear_topk_log_probs",
+    "modulated_rms_norm",
     "moe_experts",
+    "poly_norm",
     "relu_squared",
     "relu_squared_mul",
     "rms_norm",
     "silu_mul",
+    "softmax",
+    "sparsemax",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from liger_ops.arguments import check_same_device
@@ -303,6 +304,17 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
         return call
 
     return register
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent in float32, which Triton has on some devices only."""
+    # The exponential form cancels near zero, where the series is exact to float32.
+    decay = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - decay) / (1.0 + decay)
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
 
 
 def empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:

@@ -87,6 +87,16 @@ def _norm(num_inputs: int, num_parameters: int) -> Callable[[Sizes], tuple[list[
     return make
 
 
+def _modulated(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    scales = [torch.randn(sizes.batch_size, 1, sizes.width) for _ in range(2)]
+    return [*_norm(1, 1)(sizes)[0], *scales], []
+
+
+def _dynamic(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    (x, *parameters), _ = _norm(1, 2)(sizes)
+    return [x, torch.full((1,), 0.75), *parameters], []
+
+
 def _channels(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     batch_size, *positions, _ = sizes
     return [torch.randn(batch_size, 4, *positions), torch.randn(4), torch.randn(4)], []
@@ -152,6 +162,34 @@ def _log_probs_and_entropy(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 def _likelihoods(*tensors: Tensor) -> Tensor:
     kept = tensors[-1] != liger_ops.IGNORE_INDEX
     return -_log_probs_and_entropy(*tensors)[0][kept].exp().sum()
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = _wide(x)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * _wide(weight)
+
+
+def _plain_sparsemax(x: Tensor) -> Tensor:
+    wide = _wide(x)
+    top = wide.amax(dim=-1, keepdim=True)
+    z = wide - top
+    tau = torch.full_like(z[..., :1], -1.0)
+    for _ in range(x.shape[-1]):  # until nothing more falls out of the support
+        support = z > tau
+        tau = (z.where(support, 0.0).sum(dim=-1, keepdim=True) - 1) / support.sum(dim=-1, keepdim=True)
+    spoilt = 0 * top  # NaN of a row with NaN or infinity
+    return ((1 + spoilt) * torch.where(z <= tau + spoilt, 0.0, z - tau)).to(x.dtype)
+
+
+def _plain_dyt(x: Tensor, alpha: Tensor, *others: Tensor) -> Tensor:
+    gamma, beta = map(_wide, others)
+    return (gamma * torch.tanh(_wide(alpha) * _wide(x)) + beta).to(x.dtype)
+
+
+def _plain_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    powers = torch.stack([_wide(x) ** power for power in (3, 2, 1)])
+    normalized = powers * torch.rsqrt(powers.square().mean(dim=-1, keepdim=True) + _EPS)
+    return (torch.einsum("k,k...->...", _wide(weight), normalized) + _wide(bias)).to(x.dtype)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -246,6 +284,16 @@ CASES = {
         lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, _EPS),
         _norm(1, 2),
     ),
+    "gated_rms_norm": Case(
+        lambda op, x, gate, weight: op(x, gate, weight, _EPS),
+        lambda x, gate, weight: (_plain_rms_norm(x, weight) * F.silu(_wide(gate))).to(x.dtype),
+        _norm(2, 1),
+    ),
+    "modulated_rms_norm": Case(
+        lambda op, x, weight, scale, shift: op(x, weight, scale, shift, _EPS),
+        lambda x, weight, scale, shift: (_plain_rms_norm(x, weight) * (1 + _wide(scale)) + _wide(shift)).to(x.dtype),
+        _modulated,
+    ),
     "group_norm": Case(
         lambda op, x, weight, bias: op(x, 2, weight, bias, _EPS),
         lambda x, weight, bias: F.group_norm(x, 2, weight, bias, _EPS),
@@ -259,6 +307,14 @@ CASES = {
     "silu_mul": unit_case(F.silu),
     "gelu_mul": unit_case(functools.partial(F.gelu, approximate="tanh"), approximate="tanh"),
     "relu_squared_mul": unit_case(relu_squared),
+    "dyt": Case(lambda op, *tensors: op(*tensors), _plain_dyt, _dynamic),
+    "poly_norm": Case(
+        lambda op, *tensors: op(*tensors, _EPS),
+        _plain_poly_norm,
+        lambda sizes: ([_rows(sizes), torch.tensor([0.5, -0.75, 1.25]), torch.full((1,), 0.5)], []),
+    ),
+    "softmax": Case(lambda op, x: op(x), lambda x: _wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
+    "sparsemax": Case(lambda op, x: op(x), _plain_sparsemax, _norm(1, 0)),
     "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),
     "moe_experts": Case(
         lambda op, x, gate_up, down, scores, index: op(x, gate_up, down, index, scores),

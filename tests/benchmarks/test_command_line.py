@@ -89,7 +89,7 @@ def test_contenders_that_are_not_there_are_skipped_with_a_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ops", "--only", "rms_norm,softmax"), f"no op 'softmax'; known: {', '.join(OPS)}"),
+        (("ops", "--only", "rms_norm,sigmoid"), f"no op 'sigmoid'; known: {', '.join(OPS)}"),
         (("loss", "--against", "quack"), f"no contender 'quack'; known: {', '.join(AGAINST)}"),
         (("loss", "--sweep", "--heads", "4096"), "is no list like 4096x49155"),
         (("loss", "--sweep", "--tokens", "many"), "is no list of numbers like 1024"),

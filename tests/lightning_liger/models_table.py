@@ -18,7 +18,7 @@ from lightning_liger.patching import PatchEntry
 from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
 
 COLUMNS = {
-    "norms": ("rms_norm", "layer_norm"),
+    "norms": ("rms_norm", "layer_norm", "gated_rms_norm"),
     "rotary": ("rope",),
     "MLP": ("silu_mul", "gelu_mul", "relu_squared"),
     "experts": ("moe_experts",),

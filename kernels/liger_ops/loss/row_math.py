@@ -9,15 +9,7 @@ blocks of whole groups need no mask within a group.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _tanh(x):
-    # The exponential form cancels near zero, where the series is exact to float32.
-    decay = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - decay) / (1.0 + decay)
-    square = x * x
-    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
+from liger_ops.backend import tanh
 
 
 @triton.jit
@@ -26,7 +18,7 @@ def transform(logits, logit_scale, softcap):
     if logit_scale is not None:
         z *= logit_scale
     if softcap is not None:
-        z = softcap * _tanh(z / softcap)
+        z = softcap * tanh(z / softcap)
     return z
 
 

@@ -1,1 +1,1 @@
-"""RMSNorm, LayerNorm and GroupNorm."""
+"""RMSNorm, with a gate or modulated too, LayerNorm, GroupNorm and what takes the place of a norm."""

@@ -97,20 +97,20 @@ def takes_one_tensor(module: nn.Module) -> bool:
     return True
 
 
-def forward_of_one_tensor(
-    original: type[nn.Module], function: Callable[[nn.Module, Tensor], Tensor]
+def forward_of_tensors(
+    original: type[nn.Module], function: Callable[..., Tensor], num_tensors: int = 1
 ) -> Callable[..., Any]:
-    """A forward that calls ``function`` if it gets the first argument only, and ``original``'s forward otherwise."""
-    first = list(inspect.signature(original.forward).parameters)[1:2]
+    """A forward that calls ``function`` if it gets just so many first arguments, and ``original``'s otherwise."""
+    names = list(inspect.signature(original.forward).parameters)[1 : 1 + num_tensors]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) + len(kwargs) != 1 or (kwargs and list(kwargs) != first):
+        if len(args) + len(kwargs) != num_tensors or kwargs.keys() != {*names[len(args) :]}:
             return original.forward(self, *args, **kwargs)
-        (x,) = args or kwargs.values()
-        if isinstance(x, DTensor):  # the fused ops have no sharding rules
-            return original.forward(self, x)
-        return function(self, x)
+        tensors = (*args, *(kwargs[name] for name in names[len(args) :]))
+        if any(each is None or isinstance(each, DTensor) for each in tensors):  # the fused ops have no sharding rules
+            return original.forward(self, *tensors)
+        return function(self, *tensors)
 
     return forward
 

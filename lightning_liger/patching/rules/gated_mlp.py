@@ -27,7 +27,7 @@ from lightning_liger.patching.rules.base import (
     Replacement,
     Rule,
     children_of,
-    forward_of_one_tensor,
+    forward_of_tensors,
     own_dtype,
     probe_of,
     settings_of,
@@ -92,7 +92,7 @@ class MLPReplacement(_GatedReplacement):
         def run(module: nn.Module, x: Tensor) -> Tensor:
             return original.forward(module, x) if _has_hooks_besides(module, called) else self._run(module, x)
 
-        return {"forward": forward_of_one_tensor(original, run)}
+        return {"forward": forward_of_tensors(original, run)}
 
     def _run(self, module: nn.Module, x: Tensor) -> Tensor:
         sizes = _sizes(getattr(module, self.down))

@@ -127,6 +127,39 @@ def test_output_for_bfloat16_rows_and_float32_weights_has_the_dtype_of_the_origi
     torch.testing.assert_close(twin(x), norm(x), rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 
+def random_gated_norm(rng: random.Random) -> tuple[nn.Module, str]:
+    """A norm with a gate as somebody may have written it, and what the report says of it."""
+    casting, before = rng.choice(["llama", "gemma"]), rng.random() < 0.5
+    activation = rng.choice(["silu", "sigmoid"]) if before else "silu"
+    groups, names_size = rng.choice([1, 2, 3]), rng.random() < 0.5
+
+    def forward(m: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        factor = 1.0 if gate is None else getattr(torch, activation, F.silu)(gate.float())
+        z = (x.float() * (1.0 if before else factor)).unflatten(-1, (m.n if not names_size else SIZE // m.n, -1))
+        y = (z * rstd(z, m.eps)).flatten(-2)
+        y = m.weight * y.to(x.dtype) if casting == "llama" else (m.weight.float() * y)
+        y = y * factor if before else y
+        return y.to(torch.promote_types(x.dtype, m.weight.dtype) if casting == "llama" else x.dtype)
+
+    module = written(forward, "Gated", weight=SIZE)  # type: ignore[arg-type]
+    module.eps, module.n = rng.choice([1e-5, 1e-6]), SIZE // groups if names_size else groups
+    details = [f"{casting} casting"] + ["norm before gate"] * before + [activation] * (activation != "silu")
+    return module, f"gated_rms_norm ({', '.join(details + [f'groups of {SIZE // groups}'] * (groups > 1))})"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_norm_of_any_form_is_replaced_and_stays_the_same(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        module, description = random_gated_norm(random.Random(seed))
+        norm = fill(module).to(dtype)
+        twin = assert_replaced(norm, description)
+        for shape in ((7,), (2, 7)):
+            x, gate = rows(*shape).to(dtype), rows(*shape).to(dtype)
+            assert_same(norm, twin, x, gate)
+            assert_same(norm, twin, x, gate=gate)
+            assert_same(norm, twin, x)
+
+
 class Norm(nn.Module):
     """May be scaled."""
 
@@ -175,7 +208,10 @@ FORWARDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "grouped": (lambda m, x: groups(m, x) * m.weight, DIFFERS, {}),
     "per head": (per_head, WIDER, {}),
     "factor only": (lambda m, x: rstd(x, m.eps) * m.weight.sum(), "output is torch.float32 (1, 5, 24), the orig", {}),
-    "two inputs": (lambda m, x, residual: plain(m, x + residual), MORE_INPUTS, {}),
+    "two inputs": (lambda m, x, residual: plain(m, x + residual), DIFFERS, {}),
+    "three inputs": (lambda m, x, gate, up: plain(m, x * gate * up), MORE_INPUTS, {}),
+    "gelu gate": (lambda m, x, gate: plain(m, x * F.gelu(gate)), DIFFERS, {}),
+    "detached gate": (lambda m, x, gate: plain(m, x * F.silu(gate.detach())), "have been used in the graph", {}),
     "detached": (lambda m, x: x * rstd(x, m.eps).detach() * m.weight, "gradient differs by", {}),
     "weightless groups": (lambda m, x: groups(m, x, 32), "rms_norm (llama casting) is not the same", {"weight": None}),
     "unbiased variance": (unbiased, DIFFERS, BIASED),

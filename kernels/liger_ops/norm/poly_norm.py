@@ -1,0 +1,221 @@
+"""PolyNorm: y = w[0] * n3 + w[1] * n2 + w[2] * n1 + b of the normalized powers nk = x**k * rk.
+
+With rk = 1 / sqrt(mean(x**(2 k)) + eps), means over a row and S_k = sum over a row of dy * nk,
+
+    dx = sum over k of w[3 - k] * k * x**(k - 1) * rk * (dy - nk * mean(dy * nk))
+    dw[3 - k] = sum over rows of S_k        db = sum of dy
+
+Arithmetic is float32, and y is rounded once. Backward computes the powers and rk again; each of its programs walks over
+rows, and its sums are added in a fixed order, so results repeat. Saved: x, w, b. Source: arXiv:2411.03884.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.autograd import differentiable
+from liger_ops.backend import RowLaunch
+from liger_ops.norm.checks import as_number
+
+
+def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """PolyNorm in plain PyTorch, in float32 or wider, rounded once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = bias.to(wide.dtype)
+    for factor, power in zip(weight.to(wide.dtype), (wide * wide * wide, wide * wide, wide), strict=True):
+        y = y + factor * (power * torch.rsqrt(power.square().mean(-1, keepdim=True) + eps))
+    return y.to(x.dtype)
+
+
+MAX_COLUMNS = 16384
+"""That registers hold: longer rows run in PyTorch."""
+
+
+@backend.launch_cache
+def choose_launch(num_columns: int) -> RowLaunch:
+    """Tiles of 2048 elements or one longer row."""
+    block_size = triton.next_power_of_2(num_columns)
+    tile_size = max(2048, block_size)
+    return RowLaunch(block_size, min(32, tile_size // 512), block_rows=tile_size // block_size)
+
+
+@triton.jit
+def _rstd(x, num_columns, eps):
+    return tl.rsqrt(tl.sum(x * x, axis=1)[:, None] / num_columns + eps)
+
+
+@triton.jit
+def _load_tile(ptr, tile, row_stride, num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """A tile of rows in float32, their offsets in a contiguous tensor, and which elements exist."""
+    rows = (tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    columns = tl.arange(0, BLOCK_SIZE)[None, :]
+    mask = (rows < num_rows) & (columns < num_columns)
+    x = tl.load(ptr + rows * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    return x, rows * num_columns + columns, mask
+
+
+@triton.jit
+def _load_weights(weight_ptr):
+    """Those of the cube, of the square and of x itself."""
+    weight3, weight2, weight1 = tl.load(weight_ptr), tl.load(weight_ptr + 1), tl.load(weight_ptr + 2)
+    return weight3.to(tl.float32), weight2.to(tl.float32), weight1.to(tl.float32)
+
+
+@backend.Kernel
+def _forward_kernel(
+    x_ptr,  # [num_rows, num_columns]
+    weight_ptr,  # [3]
+    bias_ptr,  # [1]
+    y_ptr,  # [num_rows, num_columns], contiguous
+    x_row_stride,
+    num_rows,
+    num_columns,
+    eps,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program computes BLOCK_ROWS rows."""
+    weight3, weight2, weight1 = _load_weights(weight_ptr)
+    x, offsets, mask = _load_tile(x_ptr, tl.program_id(0), x_row_stride, num_rows, num_columns, BLOCK_ROWS, BLOCK_SIZE)
+    square = x * x
+    cube = square * x
+    y = weight3 * (cube * _rstd(cube, num_columns, eps)) + weight2 * (square * _rstd(square, num_columns, eps))
+    y += weight1 * (x * _rstd(x, num_columns, eps)) + tl.load(bias_ptr).to(tl.float32)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_of_power(power, grad, num_columns, eps):
+    """The gradient of the normalized power, without its weight, with respect to the power; and that of its weight."""
+    rstd = _rstd(power, num_columns, eps)
+    normalized = power * rstd
+    product = tl.sum(grad * normalized, axis=1)[:, None]
+    return rstd * (grad - normalized * (product / num_columns)), product
+
+
+@backend.Kernel
+def _backward_kernel(
+    x_ptr,  # [num_rows, num_columns]
+    grad_y_ptr,  # [num_rows, num_columns]
+    weight_ptr,  # [3]
+    grad_x_ptr,  # [num_rows, num_columns], contiguous, or None
+    parts_ptr,  # [num_programs, 4], of the weights' gradients and the bias's
+    x_row_stride,
+    grad_y_row_stride,
+    num_rows,
+    num_columns,
+    eps,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program takes every num_programs-th tile of BLOCK_ROWS rows: grad_x and sums."""
+    weight3, weight2, weight1 = _load_weights(weight_ptr)
+    sum3 = tl.zeros([BLOCK_ROWS, 1], dtype=tl.float32)
+    sum2 = tl.zeros([BLOCK_ROWS, 1], dtype=tl.float32)
+    sum1 = tl.zeros([BLOCK_ROWS, 1], dtype=tl.float32)
+    sum0 = tl.zeros([BLOCK_ROWS, 1], dtype=tl.float32)
+    for tile in tl.range(tl.program_id(0), (num_rows - 1) // BLOCK_ROWS + 1, tl.num_programs(0), num_stages=2):
+        x, offsets, mask = _load_tile(x_ptr, tile, x_row_stride, num_rows, num_columns, BLOCK_ROWS, BLOCK_SIZE)
+        grad, _, _ = _load_tile(grad_y_ptr, tile, grad_y_row_stride, num_rows, num_columns, BLOCK_ROWS, BLOCK_SIZE)
+        square = x * x
+        grad3, product3 = _backward_of_power(square * x, grad, num_columns, eps)
+        grad2, product2 = _backward_of_power(square, grad, num_columns, eps)
+        grad1, product1 = _backward_of_power(x, grad, num_columns, eps)
+        sum3 += product3
+        sum2 += product2
+        sum1 += product1
+        sum0 += tl.sum(grad, axis=1)[:, None]
+        if grad_x_ptr is not None:
+            grad_x = weight3 * grad3 * (3.0 * square) + weight2 * grad2 * (2.0 * x) + weight1 * grad1
+            tl.store(grad_x_ptr + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    part_ptr = parts_ptr + tl.program_id(0) * 4
+    tl.store(part_ptr, tl.sum(sum3))
+    tl.store(part_ptr + 1, tl.sum(sum2))
+    tl.store(part_ptr + 2, tl.sum(sum1))
+    tl.store(part_ptr + 3, tl.sum(sum0))
+
+
+def _launch(kernel: Any, num_programs: int, x: Tensor, weight: Tensor, eps: float, **others: Any) -> None:
+    rows, launch = backend.as_rows(x, x.shape[-1]), choose_launch(x.shape[-1])
+    kernel.launch(
+        num_programs,
+        x_ptr=rows,
+        weight_ptr=weight.contiguous(),
+        x_row_stride=rows.stride(0),
+        num_rows=rows.shape[0],
+        num_columns=rows.shape[1],
+        eps=eps,
+        BLOCK_ROWS=launch.block_rows,
+        BLOCK_SIZE=launch.block_size,
+        num_warps=launch.num_warps,
+        **others,
+    )
+
+
+@backend.register_op("poly_norm_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
+def _poly_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> list[Tensor]:
+    y = x.new_empty(x.shape)
+    if y.numel():
+        num_tiles = choose_launch(x.shape[-1]).num_programs(x.numel() // x.shape[-1])
+        _launch(_forward_kernel, num_tiles, x, weight, eps, bias_ptr=bias, y_ptr=y)
+    return [y]
+
+
+@backend.register_op("poly_norm_backward", fake=lambda grad_y, *others: backend.empty_gradients(others[:3], others[-1]))
+def _poly_norm_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float, needs: list[bool]
+) -> list[Tensor]:
+    """Returns those gradients of x, weight and bias that are needed."""
+    gradients = backend.empty_gradients((x, weight, bias), needs)
+    if x.numel() == 0:
+        return [gradient.zero_() for gradient in gradients]
+    grad_x, grad_weight, grad_bias = backend.spread(gradients, needs)
+    num_tiles = choose_launch(x.shape[-1]).num_programs(x.numel() // x.shape[-1])
+    num_programs = min(num_tiles, 4 * backend.num_multiprocessors(x.device))
+    parts = x.new_empty((num_programs, 4), dtype=torch.float32)
+    grad_rows = backend.as_rows(grad_y, x.shape[-1])
+    pointers = {"grad_y_ptr": grad_rows, "grad_x_ptr": grad_x, "parts_ptr": parts}
+    _launch(_backward_kernel, num_programs, x, weight, eps, grad_y_row_stride=grad_rows.stride(0), **pointers)
+    sums = parts.sum(dim=0)
+    if grad_weight is not None:
+        grad_weight.copy_(sums[:3])
+    if grad_bias is not None:
+        grad_bias.copy_(sums[3])
+    return gradients
+
+
+_compute = differentiable("PolyNormFunction", poly_norm_reference, _poly_norm_forward, _poly_norm_backward)
+
+
+def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+    """Returns ``weight[0] * rms_norm(input**3) + weight[1] * rms_norm(input**2) + weight[2] * rms_norm(input) + bias``.
+
+    Args:
+        input: ``[*, hidden_size]``. Rows may lie apart in memory; they are read in place.
+        weight: ``[3]``, of the cube, of the square and of input itself.
+        bias: One number, ``[1]`` or ``[]``.
+        eps: Added to the mean squares, at least 0.
+
+    Returns:
+        A contiguous tensor of input's shape and dtype.
+
+    Raises:
+        TypeError: If a tensor is none, or not real and floating-point, or eps no number.
+        ValueError: If shapes or devices do not fit together, or eps is negative or not finite.
+    """
+    check_floating_tensors("input", input, optional=False, weight=weight, bias=bias)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        raise wrong_value("input", "a tensor of shape [*, hidden_size], hidden_size positive", input)
+    check_shape("weight", weight, (3,))
+    if bias.dim() > 1 or bias.numel() != 1:
+        raise wrong_value("bias", "a tensor of shape [1] or []", bias)
+    eps = as_number("eps", eps, at_least=0)
+    if input.shape[-1] > MAX_COLUMNS:
+        return poly_norm_reference(input, weight, bias, eps)
+    return _compute(input, weight, bias, (eps,))

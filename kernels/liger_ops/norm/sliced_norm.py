@@ -1,0 +1,172 @@
+"""The op of RMSNorm with a gate, in groups of columns, or with a scale and a shift of each sample.
+
+:mod:`liger_ops.norm.sliced_kernels` has the maths and the kernels. Saved: inputs and rstd (4 bytes a group of a row).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.autograd import differentiable
+from liger_ops.norm.sliced_kernels import MAX_GROUP_SIZE, backward_kernel, choose_launch, forward_kernel
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+class SlicedNormOptions(NamedTuple):
+    """Options of one call."""
+
+    num_groups: int
+    eps: float
+    offset: float  # added to the weight
+    gating: str  # "first", "last" or, without a gate, "none"
+    activation: str  # of the gate
+    casting: str  # "gemma" or "llama", see gated_rms_norm
+
+
+def _output_dtype(x: Tensor, weight: Tensor | None, casting: str) -> torch.dtype:
+    return x.dtype if weight is None or casting == "gemma" else torch.promote_types(x.dtype, weight.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def sliced_norm_reference(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, shift: Tensor | None, *options: Any
+) -> Tensor:
+    """The norm in plain PyTorch, in float32 or wider; scale and shift have x's dimensions, or 1 in their place."""
+    num_groups, eps, offset, gating, activation, casting = options
+    factor = 1.0 if gate is None else ACTIVATIONS[activation](_wide(gate))
+    z = (_wide(x) * (factor if gating == "first" else 1.0)).unflatten(-1, (num_groups, -1))
+    y = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    if casting == "llama":
+        y = _wide(y.to(x.dtype))
+    if weight is not None:
+        y = y * (offset + _wide(weight))
+    if scale is not None:
+        y = y * (1.0 + _wide(scale))
+    if shift is not None:
+        y = y + _wide(shift)
+    return (y * factor if gating == "last" else y).to(_output_dtype(x, weight, casting))
+
+
+_TENSORS = "Tensor x, Tensor? gate, Tensor? weight, Tensor? scale, Tensor? shift"
+_OPTIONS = "int num_groups, float eps, float offset, str gating, str activation, str casting"
+
+
+def _allocate(x: Tensor, gate: Tensor | None, weight: Tensor | None, *others: Any) -> list[Tensor]:
+    options = SlicedNormOptions(*others[2:])
+    y = x.new_empty(x.shape, dtype=_output_dtype(x, weight, options.casting))
+    return [y, x.new_empty((x.numel() // x.shape[-1], options.num_groups), dtype=torch.float32)]
+
+
+def _shared_arguments(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, bytes_read: int, *options: Any
+) -> tuple[int, int, dict[str, Any]]:
+    """Samples, tiles of a slice, and the arguments that both kernels have."""
+    num_groups, _, offset, gating, activation, _ = options
+    hidden_size = x.shape[-1]
+    num_samples = 1 if scale is None else scale.numel() // hidden_size
+    rows_per_sample = x.numel() // hidden_size // num_samples
+    launch = choose_launch(hidden_size // num_groups, bytes_read, backend.shared_memory(x.device))
+    rows = backend.as_rows(x, hidden_size)
+    gate_rows = None if gate is None else backend.as_rows(gate, hidden_size)
+    arguments = {
+        "x_ptr": rows,
+        "gate_ptr": gate_rows,
+        "weight_ptr": None if weight is None else weight.contiguous(),
+        "scale_ptr": None if scale is None else scale.contiguous(),
+        "x_row_stride": rows.stride(0),
+        "gate_row_stride": 0 if gate_rows is None else gate_rows.stride(0),
+        "rows_per_sample": rows_per_sample,
+        "num_groups": num_groups,
+        "group_size": hidden_size // num_groups,
+        "offset": offset,
+        "GATING": gating,
+        "ACTIVATION": activation,
+        "BLOCK_ROWS": launch.block_rows,
+        "BLOCK_SIZE": launch.block_size,
+        "NUM_STAGES": launch.num_stages,
+        "num_warps": launch.num_warps,
+    }
+    return num_samples, launch.num_programs(rows_per_sample), arguments
+
+
+@backend.register_op(f"sliced_norm_forward({_TENSORS}, {_OPTIONS}) -> Tensor[]", fake=_allocate)
+def _sliced_norm_forward(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, shift: Tensor | None, *options: Any
+) -> list[Tensor]:
+    """Returns y of x's shape, and rstd of each group of each row."""
+    y, rstd = _allocate(x, gate, weight, scale, shift, *options)
+    if y.numel():
+        num_groups, eps, *_, casting = options
+        num_samples, num_parts, arguments = _shared_arguments(x, gate, weight, scale, 2 * x.element_size(), *options)
+        forward_kernel.launch(
+            num_samples * num_groups * num_parts,
+            shift_ptr=None if shift is None else shift.contiguous(),
+            y_ptr=y,
+            rstd_ptr=rstd,
+            num_parts=num_parts,
+            eps=eps,
+            CASTING=casting,
+            **arguments,
+        )
+    return [y, rstd]
+
+
+@backend.register_op(
+    f"sliced_norm_backward(Tensor grad_y, {_TENSORS}, Tensor rstd, {_OPTIONS}, bool[] needs) -> Tensor[]",
+    fake=lambda grad_y, *others: backend.empty_gradients(others[:5], others[-1]),
+)
+def _sliced_norm_backward(grad_y: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+    """Returns those gradients of x, gate, weight, scale and shift that are needed."""
+    gate, weight, scale, shift, rstd, *options, needs = others
+    gradients = backend.empty_gradients((x, gate, weight, scale, shift), needs)
+    if x.numel() == 0:
+        return [gradient.zero_() for gradient in gradients]
+    grad_x, grad_gate, grad_weight, grad_scale, grad_shift = backend.spread(gradients, needs)
+    bytes_read = 2 * x.element_size() + grad_y.element_size()
+    num_samples, num_tiles, arguments = _shared_arguments(x, gate, weight, scale, bytes_read, *options)
+    num_slices, offset = num_samples * arguments["num_groups"], arguments["offset"]
+    num_parts = min(num_tiles, max(1, 2 * backend.num_multiprocessors(x.device) // num_slices))
+    has_sums = grad_weight is not None or grad_scale is not None, grad_shift is not None
+    parts = rstd.new_empty((sum(has_sums), num_samples, num_parts, x.shape[-1])) if any(has_sums) else None
+    grad_rows = backend.as_rows(grad_y, x.shape[-1])
+    backward_kernel.launch(
+        num_slices * num_parts,
+        grad_y_ptr=grad_rows,
+        rstd_ptr=rstd,
+        grad_x_ptr=grad_x,
+        grad_gate_ptr=grad_gate,
+        parts_ptr=parts,
+        grad_y_row_stride=grad_rows.stride(0),
+        num_parts=num_parts,
+        GRAD_SCALE=has_sums[0],
+        GRAD_SHIFT=has_sums[1],
+        **arguments,
+    )
+    if parts is not None:
+        sums = parts.sum(dim=2)
+        if grad_shift is not None:
+            grad_shift.copy_(sums[-1].view(grad_shift.shape))
+        if grad_weight is not None:
+            factor = 1.0 if scale is None else 1.0 + scale.reshape(sums.shape[1:]).float()
+            grad_weight.copy_((sums[0] * factor).sum(dim=0))
+        if grad_scale is not None:
+            grad_scale.copy_((sums[0] * (1.0 if weight is None else offset + weight.float())).view(grad_scale.shape))
+    return gradients
+
+
+_compute = differentiable("SlicedNormFunction", sliced_norm_reference, _sliced_norm_forward, _sliced_norm_backward)
+
+
+def run(x: Tensor, *others: Tensor | None, options: SlicedNormOptions) -> Tensor:
+    """The norm of x, gate, weight, scale and shift: by kernels where there are some."""
+    if x.shape[-1] // options.num_groups > MAX_GROUP_SIZE:
+        return sliced_norm_reference(x, *others, *options)
+    return _compute(x, *others, options)
