@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_liger.patching.rules.base import (
     Randoms,
     Replacement,
     Rule,
-    forward_of_one_tensor,
+    forward_of_tensors,
     own_dtype,
     probe_of,
 )
@@ -67,21 +67,14 @@ class ExpertsReplacement(Replacement):
         return ", ".join(parts)
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        names = list(inspect.signature(original.forward).parameters)[1:]
+        def run(module: nn.Module, *tensors: Tensor) -> Tensor:
+            return self._run(module, *tensors) if self._applies(module) else original.forward(module, *tensors)
 
-        @wraps(original.forward)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            tensors: Any = [given.get(name) for name in names[:3]]
-            if len(given) != 3 or not self._applies(module, tensors):
-                return original.forward(module, *args, **kwargs)
-            return self._run(module, *tensors)
+        return {"forward": forward_of_tensors(original, run, num_tensors=3)}
 
-        return {"forward": forward}
-
-    def _applies(self, module: nn.Module, tensors: Sequence[Any]) -> bool:
+    def _applies(self, module: nn.Module) -> bool:
         weights = [getattr(module, name) for name in (self.gate_up, self.down)]
-        is_plain = all(type(each) in (Tensor, nn.Parameter) for each in (*tensors, *weights))
+        is_plain = all(type(each) in (Tensor, nn.Parameter) for each in weights)
         if not is_plain or any(has_hooks(child) for child in module.children()):
             return False
         # The reference for CPUs asks for numbers, which cannot be compiled.
@@ -176,11 +169,11 @@ class AllTokensReplacement(ExpertsReplacement):
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         def run(module: nn.Module, x: Tensor) -> Tensor:
             fits = x.dim() == 2 and x.shape[0] % getattr(module, self.down).shape[0] == 0
-            if not fits or not self._applies(module, [x]):
+            if not fits or not self._applies(module):
                 return original.forward(module, x)
             return self._run_all(module, x)
 
-        return {"forward": forward_of_one_tensor(original, run)}
+        return {"forward": forward_of_tensors(original, run)}
 
     def _run_all(self, module: nn.Module, x: Tensor) -> Tensor:
         num_experts = getattr(module, self.down).shape[0]
