@@ -122,8 +122,13 @@ def _place_kernel(
     pairs = block.to(tl.int64) * BLOCK + places
     inside = pairs < num_pairs
     experts = tl.load(experts_ptr + pairs, mask=inside, other=-1)
-    is_before = (experts[:, None] == experts[None, :]) & (places[:, None] > places[None, :])
-    ranks = tl.sum(is_before.to(tl.int32), axis=1)
+    ranks = tl.zeros((BLOCK,), tl.int32)
+    for begin in tl.static_range(0, BLOCK, 32):  # at once they would not fit into the registers
+        others = begin + tl.arange(0, 32)
+        other_pairs = block.to(tl.int64) * BLOCK + others
+        other_experts = tl.load(experts_ptr + other_pairs, mask=other_pairs < num_pairs, other=-1)
+        is_before = (experts[:, None] == other_experts[None, :]) & (places[:, None] > others[None, :])
+        ranks += tl.sum(is_before.to(tl.int32), axis=1)
     is_used = (experts >= 0) & (experts < num_experts)
     first = tl.load(first_rows_ptr + block.to(tl.int64) * num_experts + experts, mask=is_used, other=0)
     rows = tl.where(is_used, first + ranks, -1)

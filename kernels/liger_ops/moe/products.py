@@ -42,9 +42,10 @@ def choose_blocks(num_columns: int, num_terms: int, dtype: torch.dtype, rows: in
 @backend.launch_cache
 def choose_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     """Rows of a tile: fewer where experts have few, so that padding stays small."""
-    average = num_pairs / num_experts
+    average = num_pairs // num_experts
     largest = 128 if dtype.itemsize == 2 else 64
-    return min(largest, max(MIN_TILE_ROWS, backend.next_power_of_2(int(average) // 2 + 1)))
+    smallest = 64 if average >= 24 else MIN_TILE_ROWS  # Hopper's tensor cores take 64
+    return min(largest, max(smallest, backend.next_power_of_2(average // 2 + 1)))
 
 
 @triton.jit
