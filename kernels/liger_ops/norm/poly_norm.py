@@ -39,10 +39,11 @@ MAX_COLUMNS = 16384
 
 @backend.launch_cache
 def choose_launch(num_columns: int) -> RowLaunch:
-    """Tiles of 2048 elements or one longer row."""
+    """Tiles of 2048 elements or one longer row, which backward loads ahead if both tensors' take at most 64 KB."""
     block_size = triton.next_power_of_2(num_columns)
     tile_size = max(2048, block_size)
-    return RowLaunch(block_size, min(32, tile_size // 512), block_rows=tile_size // block_size)
+    num_stages = 2 if tile_size <= 8192 else 1
+    return RowLaunch(block_size, min(32, tile_size // 512), None, num_stages, tile_size // block_size)
 
 
 @triton.jit
@@ -113,6 +114,7 @@ def _backward_kernel(
     eps,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """One program takes every num_programs-th tile of BLOCK_ROWS rows: grad_x and sums."""
     weight3, weight2, weight1 = _load_weights(weight_ptr)
@@ -120,7 +122,7 @@ def _backward_kernel(
     sum2 = tl.zeros([BLOCK_ROWS, 1], dtype=tl.float32)
     sum1 = tl.zeros([BLOCK_ROWS, 1], dtype=tl.float32)
     sum0 = tl.zeros([BLOCK_ROWS, 1], dtype=tl.float32)
-    for tile in tl.range(tl.program_id(0), (num_rows - 1) // BLOCK_ROWS + 1, tl.num_programs(0), num_stages=2):
+    for tile in tl.range(tl.program_id(0), (num_rows - 1) // BLOCK_ROWS + 1, tl.num_programs(0), num_stages=NUM_STAGES):
         x, offsets, mask = _load_tile(x_ptr, tile, x_row_stride, num_rows, num_columns, BLOCK_ROWS, BLOCK_SIZE)
         grad, _, _ = _load_tile(grad_y_ptr, tile, grad_y_row_stride, num_rows, num_columns, BLOCK_ROWS, BLOCK_SIZE)
         square = x * x
@@ -176,12 +178,13 @@ def _poly_norm_backward(
     if x.numel() == 0:
         return [gradient.zero_() for gradient in gradients]
     grad_x, grad_weight, grad_bias = backend.spread(gradients, needs)
-    num_tiles = choose_launch(x.shape[-1]).num_programs(x.numel() // x.shape[-1])
-    num_programs = min(num_tiles, 4 * backend.num_multiprocessors(x.device))
+    launch = choose_launch(x.shape[-1])
+    num_programs = min(launch.num_programs(x.numel() // x.shape[-1]), 4 * backend.num_multiprocessors(x.device))
     parts = x.new_empty((num_programs, 4), dtype=torch.float32)
     grad_rows = backend.as_rows(grad_y, x.shape[-1])
+    others = {"grad_y_row_stride": grad_rows.stride(0), "NUM_STAGES": launch.num_stages}
     pointers = {"grad_y_ptr": grad_rows, "grad_x_ptr": grad_x, "parts_ptr": parts}
-    _launch(_backward_kernel, num_programs, x, weight, eps, grad_y_row_stride=grad_rows.stride(0), **pointers)
+    _launch(_backward_kernel, num_programs, x, weight, eps, **pointers, **others)
     sums = parts.sum(dim=0)
     if grad_weight is not None:
         grad_weight.copy_(sums[:3])

@@ -26,7 +26,7 @@ MAX_GROUP_SIZE = 16384
 
 @backend.launch_cache
 def choose_launch(group_size: int, input_bytes: int, shared_bytes: int) -> RowLaunch:
-    """Tiles of 4096 elements or one longer row; ``input_bytes`` are those of one element of all that backward reads."""
+    """Tiles of 4096 elements or one longer row; ``input_bytes`` are those of one element of all tensors read."""
     block_size = triton.next_power_of_2(group_size)
     tile_size = max(4096, block_size)
     tiles_ahead = min(2, shared_bytes // (tile_size * input_bytes))
