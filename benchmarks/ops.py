@@ -120,6 +120,11 @@ def _eager_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _eager_scaled_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """As in FalconH1MLP."""
+    return F.silu(gate * 0.75) * up
+
+
 def _eager_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
@@ -237,7 +242,7 @@ _OPS = (
             title=title,
             inputs=_gated_inputs,
             exact=eager,
-            contenders={"ours": call, "eager": Contender(eager), "liger": liger_kernel(published)},
+            contenders={"ours": call, "eager": Contender(eager), "liger": published},
             shapes=((16384, 14336), (4096, 11008)),
             small=(256, 1024),
             tiny=(16, 64),
@@ -251,13 +256,20 @@ _OPS = (
             ),
         )
         for name, title, call, eager, published in (
-            ("silu_mul", "SwiGLU", ours("silu_mul"), _eager_silu_mul, "liger_swiglu"),
+            ("silu_mul", "SwiGLU", ours("silu_mul"), _eager_silu_mul, liger_kernel("liger_swiglu")),
+            (
+                "silu_mul_scaled",
+                "SwiGLU, scaled gate",
+                ours("silu_mul", lambda f, gate, up: f(gate, up, gate_multiplier=0.75)),
+                _eager_scaled_silu_mul,
+                Contender(lambda f, gate, up: f.apply(gate, up, 0.75), "liger_kernel.ops.swiglu:LigerSiLUMulFunction"),
+            ),
             (
                 "gelu_mul",
                 "GeGLU",
                 ours("gelu_mul", lambda f, gate, up: f(gate, up, approximate="tanh")),
                 _eager_gelu_mul,
-                "liger_geglu",
+                liger_kernel("liger_geglu"),
             ),
         )
     ),

@@ -149,8 +149,8 @@ LigerCPO.temperature LigerCausalLM.temperature LigerDPO.temperature LigerDistill
 LigerMedusa.temperature LigerMultipleChoice.temperature LigerORPO.temperature LigerTPO.temperature stage
 """
 ANY_NUMBER = """
-alpha f_alpha_divergence_coef ignore_index logit_scale off_policy_mask_threshold offset simpo_gamma start
-teacher_logit_scale tpo_l_gamma
+alpha f_alpha_divergence_coef gate_multiplier ignore_index logit_scale off_policy_mask_threshold offset simpo_gamma
+start teacher_logit_scale tpo_l_gamma
 """
 AT_MOST_1 = """
 divergence.beta linear_divergence.beta SparseDistillationOptions.beta DistillationOptions.beta LigerDistillation.beta

@@ -159,7 +159,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def unit_case(activation: Callable[[Tensor], Tensor], **options: str) -> Case:
+def unit_case(activation: Callable[[Tensor], Tensor], **options: str | float) -> Case:
     """A gated unit: ``activation(gate) * up``."""
     return Case(lambda op, *tensors: op(*tensors, **options), lambda gate, up: activation(gate) * up, _norm(2, 0))
 

@@ -142,6 +142,7 @@ VARIANTS = {
     ("rms_norm", "none"): rms_norm_case("none"),
     **{(name, "packed"): packed_case(CHECKS[name]) for name in ("silu_mul", "gelu_mul", "relu_squared_mul")},
     ("gelu_mul", "erf"): unit_case(F.gelu),
+    ("silu_mul", "scaled"): unit_case(lambda gate: F.silu(0.375 * gate), gate_multiplier=0.375),
     ("cross_entropy", "everything"): CHECKS["cross_entropy"]._replace(
         call=losses, plain=lambda logits, *others: plain_losses(logits.mT, *others), make=everything_of_logits
     ),
