@@ -4,6 +4,10 @@
 them, so some write into their inputs or into the incoming gradients.
 """
 
+import functools
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -131,6 +135,49 @@ def _eager_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def _eager_relu_squared(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
+
+
+def _divergence(f: Callable[..., Tensor], student: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    return f(student, teacher, kind=kind)
+
+
+# liger-kernel's start from log-probabilities or probabilities.
+
+
+def _liger_kl(f: Callable[..., Tensor], student: Tensor, teacher: Tensor) -> Tensor:
+    return f(student.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+def _liger_log_probs(f: Callable[..., Tensor], student: Tensor, teacher: Tensor) -> Tensor:
+    return f(student.log_softmax(-1), teacher.log_softmax(-1))
+
+
+def _liger_probs(f: Callable[..., Tensor], student: Tensor, teacher: Tensor) -> Tensor:
+    return f(student.softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+def _eager_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_probs.gather(-1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _scores_inputs(make: Maker, num_tokens: int, vocab_size: int) -> Inputs:
+    upstream = tuple(make.normal(num_tokens).float() for _ in range(2))
+    return Inputs(_logits_inputs(make, num_tokens, vocab_size).arguments, upstream)
+
+
+def _distillation_inputs(make: Maker, num_tokens: int, vocab_size: int) -> Inputs:
+    return Inputs((make.leaf(num_tokens, vocab_size), make.normal(num_tokens, vocab_size)))
+
+
+def _eager_divergence(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    s, t = (each.to(torch.promote_types(each.dtype, torch.float32)).log_softmax(-1) for each in (student, teacher))
+    if kind == "total_variation":
+        return 0.5 * (s.exp() - t.exp()).abs().sum(-1).mean()
+    if kind == "jsd":
+        mixture = torch.stack((s, t)).logsumexp(0) - math.log(2)
+        return 0.5 * sum((each.exp() * (each - mixture)).sum(-1).mean() for each in (s, t))
+    return (t.exp() * (t - s)).sum(-1).mean()
 
 
 def _eager_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -307,6 +354,46 @@ _OPS = (
         amount=_bytes_of_first,
         passes={"both": 2},  # read once, written once, in either direction
         sweep=Sweep("vocabulary", (40960, 81920, 122880, 163840), lambda vocab_size: (8192, vocab_size), "8192 tokens"),
+    ),
+    Op(
+        name="token_log_probs",
+        title="Log-probabilities and entropies",
+        inputs=_scores_inputs,
+        exact=_eager_scores,
+        contenders={  # liger-kernel has none
+            "ours": ours(
+                "token_log_probs", lambda f, *tensors: tuple(f(*tensors, outputs=("log_probs", "entropy"))[:2])
+            ),
+            "eager": Contender(_eager_scores),
+        },
+        shapes=((8192, 131072),),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes={"forward": 1, "backward": 2, "both": 3},
+    ),
+    *(
+        Op(
+            name=kind,
+            title=title,
+            inputs=_distillation_inputs,
+            exact=functools.partial(_eager_divergence, kind=kind),
+            contenders={
+                "ours": ours("divergence", functools.partial(_divergence, kind=kind)),
+                "eager": Contender(functools.partial(_eager_divergence, kind=kind)),
+                "liger": liger_kernel(published, call),
+            },
+            shapes=((4096, 131072),),
+            small=(256, 1024),
+            tiny=(16, 64),
+            amount=_bytes_of_first,
+            passes={"both": 3},  # both models' logits are read, a gradient is written
+        )
+        for kind, title, published, call in (
+            ("forward_kl", "KL divergence", "liger_kl_div", _liger_kl),
+            ("jsd", "Jensen-Shannon divergence", "liger_jsd", _liger_log_probs),
+            ("total_variation", "Total variation distance", "liger_tvd", _liger_probs),
+        )
     ),
 )
 

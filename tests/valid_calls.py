@@ -75,6 +75,7 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.relu_squared_mul": {"gate": X, "up": X},
     "liger_ops.rms_norm": {"input": X, "normalized_shape": (8,), "weight": W},
     "liger_ops.silu_mul": {"gate": X, "up": X},
+    "liger_ops.token_log_probs": {"logits": LOGITS, "target": TARGET},
     "lightning_liger.DistillationOptions": {"divergence": "jsd"},
     "lightning_liger.ContextParallel": {"size": 1},
     "lightning_liger.ExamplesDataModule": {"path": PAIRS},
