@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.cases import Contender, Inputs, Maker, Op, Sweep, liger_kernel, ours, pytorch
+from liger_ops import silu_mul
 
 EPS = 1e-6
 _ROW_NORM_PASSES = {"forward": 2, "backward": 3, "both": 5}  # x -> y; x, grad_y -> grad_x
@@ -154,6 +155,27 @@ def _liger_log_probs(f: Callable[..., Tensor], student: Tensor, teacher: Tensor)
 
 def _liger_probs(f: Callable[..., Tensor], student: Tensor, teacher: Tensor) -> Tensor:
     return f(student.softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+def _mlp_inputs(make: Maker, num_tokens: int, hidden_size: int, intermediate_size: int) -> Inputs:
+    sizes = 2 * [(intermediate_size, hidden_size)] + [(hidden_size, intermediate_size)]
+    weights = [(make.normal(*size) * size[1] ** -0.5).requires_grad_() for size in sizes]
+    return Inputs((make.leaf(num_tokens, hidden_size), *weights), (make.normal(num_tokens, hidden_size),))
+
+
+def _eager_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+class _MLP(nn.Module):
+    """Its weights are leaves of the benchmark's, no parameters."""
+
+    def __init__(self, *weights: Tensor) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(silu_mul(F.linear(x, self.gate), F.linear(x, self.up)), self.down)
 
 
 def _eager_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -354,6 +376,29 @@ _OPS = (
         amount=_bytes_of_first,
         passes={"both": 2},  # read once, written once, in either direction
         sweep=Sweep("vocabulary", (40960, 81920, 122880, 163840), lambda vocab_size: (8192, vocab_size), "8192 tokens"),
+    ),
+    Op(
+        name="tiled_mlp",
+        title="MLP in tiles",
+        inputs=_mlp_inputs,
+        exact=_eager_mlp,
+        contenders={
+            "ours": Contender(
+                lambda f, x, *weights: f(_MLP(*weights), x, tile_size=x.shape[0] // 4), "lightning_liger:run_tiled"
+            ),
+            "eager": Contender(_eager_mlp),  # keeps what is between the products
+            "liger": Contender(
+                lambda f, x, *weights: f(lambda mlp, tile: mlp(tile), _MLP(*weights), x, 4),
+                "liger_kernel.ops.tiled_mlp:apply_tiled_mlp",
+            ),
+        },
+        shapes=((32768, 4096, 14336),),
+        small=(256, 1024, 2048),
+        tiny=(16, 64, 96),
+        rate="matrix",
+        amount=lambda x, *weights: 2 * x.shape[0] * weights[0].numel(),
+        passes={"both": 9},  # of a product; tiles compute two of them again
+        split=False,
     ),
     Op(
         name="token_log_probs",

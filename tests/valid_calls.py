@@ -105,6 +105,7 @@ VALID: dict[str, dict[str, Any]] = {
         "logits": torch.zeros(2, 3, 4), "targets": torch.zeros(2, 3).long(), "weights": [1.0, 1.0]
     },
     "lightning_liger.multi_token_weights": {"num_heads": 2},
+    "lightning_liger.run_tiled": {"module": nn.Linear(3, 2), "input": INPUT},
     "lightning_liger.sampled_divergence": {**PAIR, "old_log_probs": LOG_PROBS},
     "lightning_liger.save_medusa_heads": {"heads": MedusaHeads(8, 5, 1), "folder": NO_FOLDER},
     "lightning_liger.shift_labels": {"labels": IDS, "position_ids": IDS},
