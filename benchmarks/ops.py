@@ -4,11 +4,16 @@
 them, so some write into their inputs or into the incoming gradients.
 """
 
+import functools
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.cases import Contender, Inputs, Maker, Op, Sweep, liger_kernel, ours, pytorch
+from liger_ops import silu_mul
 
 EPS = 1e-6
 _ROW_NORM_PASSES = {"forward": 2, "backward": 3, "both": 5}  # x -> y; x, grad_y -> grad_x
@@ -152,6 +157,11 @@ def _eager_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _eager_scaled_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """As in FalconH1MLP."""
+    return F.silu(gate * 0.75) * up
+
+
 def _eager_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
@@ -179,6 +189,70 @@ def _eager_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _eager_relu_squared(x: Tensor) -> Tensor:
     return torch.square(F.relu(x))
+
+
+def _divergence(f: Callable[..., Tensor], student: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    return f(student, teacher, kind=kind)
+
+
+# liger-kernel's start from log-probabilities or probabilities.
+
+
+def _liger_kl(f: Callable[..., Tensor], student: Tensor, teacher: Tensor) -> Tensor:
+    return f(student.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+def _liger_log_probs(f: Callable[..., Tensor], student: Tensor, teacher: Tensor) -> Tensor:
+    return f(student.log_softmax(-1), teacher.log_softmax(-1))
+
+
+def _liger_probs(f: Callable[..., Tensor], student: Tensor, teacher: Tensor) -> Tensor:
+    return f(student.softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+def _mlp_inputs(make: Maker, num_tokens: int, hidden_size: int, intermediate_size: int) -> Inputs:
+    sizes = 2 * [(intermediate_size, hidden_size)] + [(hidden_size, intermediate_size)]
+    weights = [(make.normal(*size) * size[1] ** -0.5).requires_grad_() for size in sizes]
+    return Inputs((make.leaf(num_tokens, hidden_size), *weights), (make.normal(num_tokens, hidden_size),))
+
+
+def _eager_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+class _MLP(nn.Module):
+    """Its weights are leaves of the benchmark's, no parameters."""
+
+    def __init__(self, *weights: Tensor) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(silu_mul(F.linear(x, self.gate), F.linear(x, self.up)), self.down)
+
+
+def _eager_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_probs.gather(-1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _scores_inputs(make: Maker, num_tokens: int, vocab_size: int) -> Inputs:
+    upstream = tuple(make.normal(num_tokens).float() for _ in range(2))
+    return Inputs(_logits_inputs(make, num_tokens, vocab_size).arguments, upstream)
+
+
+def _distillation_inputs(make: Maker, num_tokens: int, vocab_size: int) -> Inputs:
+    return Inputs((make.leaf(num_tokens, vocab_size), make.normal(num_tokens, vocab_size)))
+
+
+def _eager_divergence(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    s, t = (each.to(torch.promote_types(each.dtype, torch.float32)).log_softmax(-1) for each in (student, teacher))
+    if kind == "total_variation":
+        return 0.5 * (s.exp() - t.exp()).abs().sum(-1).mean()
+    if kind == "jsd":
+        mixture = torch.stack((s, t)).logsumexp(0) - math.log(2)
+        return 0.5 * sum((each.exp() * (each - mixture)).sum(-1).mean() for each in (s, t))
+    return (t.exp() * (t - s)).sum(-1).mean()
 
 
 def _eager_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -352,7 +426,7 @@ _OPS = (
             title=title,
             inputs=_gated_inputs,
             exact=eager,
-            contenders={"ours": call, "eager": Contender(eager), "liger": liger_kernel(published)},
+            contenders={"ours": call, "eager": Contender(eager), "liger": published},
             shapes=((16384, 14336), (4096, 11008)),
             small=(256, 1024),
             tiny=(16, 64),
@@ -366,13 +440,20 @@ _OPS = (
             ),
         )
         for name, title, call, eager, published in (
-            ("silu_mul", "SwiGLU", ours("silu_mul"), _eager_silu_mul, "liger_swiglu"),
+            ("silu_mul", "SwiGLU", ours("silu_mul"), _eager_silu_mul, liger_kernel("liger_swiglu")),
+            (
+                "silu_mul_scaled",
+                "SwiGLU, scaled gate",
+                ours("silu_mul", lambda f, gate, up: f(gate, up, gate_multiplier=0.75)),
+                _eager_scaled_silu_mul,
+                Contender(lambda f, gate, up: f.apply(gate, up, 0.75), "liger_kernel.ops.swiglu:LigerSiLUMulFunction"),
+            ),
             (
                 "gelu_mul",
                 "GeGLU",
                 ours("gelu_mul", lambda f, gate, up: f(gate, up, approximate="tanh")),
                 _eager_gelu_mul,
-                "liger_geglu",
+                liger_kernel("liger_geglu"),
             ),
         )
     ),
@@ -425,6 +506,69 @@ _OPS = (
         amount=_bytes_of_first,
         passes={"both": 2},  # read once, written once, in either direction
         sweep=Sweep("vocabulary", (40960, 81920, 122880, 163840), lambda vocab_size: (8192, vocab_size), "8192 tokens"),
+    ),
+    Op(
+        name="tiled_mlp",
+        title="MLP in tiles",
+        inputs=_mlp_inputs,
+        exact=_eager_mlp,
+        contenders={
+            "ours": Contender(
+                lambda f, x, *weights: f(_MLP(*weights), x, tile_size=x.shape[0] // 4), "lightning_liger:run_tiled"
+            ),
+            "eager": Contender(_eager_mlp),  # keeps what is between the products
+            "liger": Contender(
+                lambda f, x, *weights: f(lambda mlp, tile: mlp(tile), _MLP(*weights), x, 4),
+                "liger_kernel.ops.tiled_mlp:apply_tiled_mlp",
+            ),
+        },
+        shapes=((32768, 4096, 14336),),
+        small=(256, 1024, 2048),
+        tiny=(16, 64, 96),
+        rate="matrix",
+        amount=lambda x, *weights: 2 * x.shape[0] * weights[0].numel(),
+        passes={"both": 9},  # of a product; tiles compute two of them again
+        split=False,
+    ),
+    Op(
+        name="token_log_probs",
+        title="Log-probabilities and entropies",
+        inputs=_scores_inputs,
+        exact=_eager_scores,
+        contenders={  # liger-kernel has none
+            "ours": ours(
+                "token_log_probs", lambda f, *tensors: tuple(f(*tensors, outputs=("log_probs", "entropy"))[:2])
+            ),
+            "eager": Contender(_eager_scores),
+        },
+        shapes=((8192, 131072),),
+        small=(256, 1024),
+        tiny=(16, 64),
+        amount=_bytes_of_first,
+        passes={"forward": 1, "backward": 2, "both": 3},
+    ),
+    *(
+        Op(
+            name=kind,
+            title=title,
+            inputs=_distillation_inputs,
+            exact=functools.partial(_eager_divergence, kind=kind),
+            contenders={
+                "ours": ours("divergence", functools.partial(_divergence, kind=kind)),
+                "eager": Contender(functools.partial(_eager_divergence, kind=kind)),
+                "liger": liger_kernel(published, call),
+            },
+            shapes=((4096, 131072),),
+            small=(256, 1024),
+            tiny=(16, 64),
+            amount=_bytes_of_first,
+            passes={"both": 3},  # both models' logits are read, a gradient is written
+        )
+        for kind, title, published, call in (
+            ("forward_kl", "KL divergence", "liger_kl_div", _liger_kl),
+            ("jsd", "Jensen-Shannon divergence", "liger_jsd", _liger_log_probs),
+            ("total_variation", "Total variation distance", "liger_tvd", _liger_probs),
+        )
     ),
 )
 

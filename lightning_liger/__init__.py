@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 run_early()
 
+from lightning_liger.activations.tiles import run_tiled
 from lightning_liger.callbacks import LigerCallback, TrainingSummary
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
@@ -132,6 +133,7 @@ __all__ = [
     "medusa_weights",
     "multi_token_loss",
     "multi_token_weights",
+    "run_tiled",
     "sampled_divergence",
     "save_medusa_heads",
     "shift_labels",

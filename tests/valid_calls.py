@@ -88,6 +88,7 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.silu_mul": {"gate": X, "up": X},
     "liger_ops.softmax": {"input": X},
     "liger_ops.sparsemax": {"input": X},
+    "liger_ops.token_log_probs": {"logits": LOGITS, "target": TARGET},
     "lightning_liger.DistillationOptions": {"divergence": "jsd"},
     "lightning_liger.ContextParallel": {"size": 1},
     "lightning_liger.ExamplesDataModule": {"path": PAIRS},
@@ -117,6 +118,7 @@ VALID: dict[str, dict[str, Any]] = {
         "logits": torch.zeros(2, 3, 4), "targets": torch.zeros(2, 3).long(), "weights": [1.0, 1.0]
     },
     "lightning_liger.multi_token_weights": {"num_heads": 2},
+    "lightning_liger.run_tiled": {"module": nn.Linear(3, 2), "input": INPUT},
     "lightning_liger.sampled_divergence": {**PAIR, "old_log_probs": LOG_PROBS},
     "lightning_liger.save_medusa_heads": {"heads": MedusaHeads(8, 5, 1), "folder": NO_FOLDER},
     "lightning_liger.shift_labels": {"labels": IDS, "position_ids": IDS},
@@ -162,8 +164,8 @@ LigerCPO.temperature LigerCausalLM.temperature LigerDPO.temperature LigerDistill
 LigerMedusa.temperature LigerMultipleChoice.temperature LigerORPO.temperature LigerTPO.temperature stage
 """
 ANY_NUMBER = """
-alpha f_alpha_divergence_coef ignore_index logit_scale off_policy_mask_threshold offset simpo_gamma start
-teacher_logit_scale tpo_l_gamma up_offset
+alpha f_alpha_divergence_coef gate_multiplier ignore_index logit_scale off_policy_mask_threshold offset simpo_gamma
+start teacher_logit_scale tpo_l_gamma up_offset
 """
 AT_MOST_1 = """
 divergence.beta linear_divergence.beta SparseDistillationOptions.beta DistillationOptions.beta LigerDistillation.beta

@@ -38,6 +38,7 @@ API = {
     "lightning_liger.losses": "Losses",
     "lightning_liger.lazy": "Lazy logits and scores",
     "lightning_liger.sequences": "Sequences",
+    "lightning_liger.activations": "Activations",
     "lightning_liger.weights": "Weights",
     "lightning_liger.data": "Data modules",
     "liger_ops": "liger_ops: functions",

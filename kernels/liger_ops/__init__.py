@@ -10,6 +10,7 @@ from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul
 from liger_ops.log_probs.linear_log_probs import linear_log_probs
 from liger_ops.log_probs.linear_token_loss import linear_token_loss
 from liger_ops.log_probs.scores import TokenScores
+from liger_ops.log_probs.token_log_probs import token_log_probs
 from liger_ops.log_probs.topk import linear_topk_log_probs
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
@@ -54,4 +55,5 @@ __all__ = [
     "silu_mul",
     "softmax",
     "sparsemax",
+    "token_log_probs",
 ]

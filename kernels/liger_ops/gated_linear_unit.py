@@ -5,9 +5,9 @@
     gelu(g) = g * sigmoid(2 * sqrt(2 / pi) * (g + 0.044715 * g**3))     written with a sigmoid
     relu_squared(g) = max(g, 0)**2
 
-Computed in float32 for every half-precision input and rounded once. Saved: the inputs, which a linear layer's backward
-keeps alive anyway; the activation is computed again instead of being stored.
-Sources: arXiv:2002.05202, arXiv:1606.08415, arXiv:2109.08668.
+Falcon-H1 has silu(multiplier * g) with a constant. Computed in float32 for every half-precision input and rounded once.
+Saved: the inputs, which a linear layer's backward keeps alive anyway; the activation is computed again instead of being
+stored. Sources: arXiv:2002.05202, arXiv:1606.08415, arXiv:2109.08668, arXiv:2507.22448.
 """
 
 import functools
@@ -21,7 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_choice, check_floating, check_floating_tensors, check_shape, wrong_value
+from liger_ops.arguments import (
+    check_choice,
+    check_floating,
+    check_floating_tensors,
+    check_number,
+    check_shape,
+    wrong_value,
+)
 from liger_ops.recipes import made
 
 APPROXIMATIONS = ("none", "tanh")
@@ -36,13 +43,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """The reference of each activation; ``activate`` has the same for the kernels."""
 
 
-def gated_unit_reference(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
-    """``activation(gate) * up`` in plain PyTorch, in float32 or wider, rounded once; without ``up`` if not packed."""
+def gated_unit_reference(gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
+    """``activation(multiplier * gate) * up`` in plain PyTorch, in float32 or wider, rounded once.
+
+    Without ``up`` if there is none and gate is not packed.
+    """
     if packed:
         gate, up = gate.chunk(2, dim=-1)
     output_dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
     compute_dtype = torch.promote_types(output_dtype, torch.float32)
-    y = ACTIVATIONS[activation](gate.to(compute_dtype))
+    gate = gate.to(compute_dtype)
+    y = ACTIVATIONS[activation](gate if multiplier == 1.0 else gate * multiplier)
     return (y if up is None else y * up.to(compute_dtype)).to(output_dtype)
 
 
@@ -111,6 +122,7 @@ def _gated_unit_forward_kernel(
     gate_row_stride,
     up_row_stride,
     num_columns,
+    multiplier,
     ACTIVATION: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -120,6 +132,7 @@ def _gated_unit_forward_kernel(
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    gate *= tl.cast(multiplier, tl.float32)
     y, _ = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
     if up_ptr is not None:
         y *= tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -138,6 +151,7 @@ def _gated_unit_backward_kernel(
     up_row_stride,
     grad_row_stride,  # of grad_gate and of grad_up
     num_columns,
+    multiplier,
     ACTIVATION: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -148,10 +162,11 @@ def _gated_unit_backward_kernel(
     mask = columns < num_columns
     grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    gate *= tl.cast(multiplier, tl.float32)
     value, slope = activate(gate, ACTIVATION, gate_ptr.dtype.element_ty != tl.float32)
     grad_offsets = row * grad_row_stride + columns
     if grad_gate_ptr is not None:
-        grad_gate = grad_y * slope
+        grad_gate = grad_y * slope * tl.cast(multiplier, tl.float32)
         if up_ptr is not None:
             grad_gate *= tl.load(up_ptr + row * up_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         if ACTIVATION == "relu_squared":
@@ -178,15 +193,15 @@ def _halves(packed: Tensor) -> tuple[Tensor, Tensor]:
     return packed.narrow(-1, 0, half), packed.narrow(-1, half, half)
 
 
-def _forward_fake(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+def _forward_fake(gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
     if packed:
         return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     return gate.new_empty(gate.shape, dtype=gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype))
 
 
 @backend.register_op("gated_unit_forward", fake=_forward_fake)
-def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
-    y = _forward_fake(gate, up, activation, packed)
+def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
+    y = _forward_fake(gate, up, activation, packed, multiplier)
     if y.numel() == 0:
         return y
     if packed:
@@ -201,6 +216,7 @@ def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed
         gate_row_stride=gate_row_stride,
         up_row_stride=up_row_stride,
         num_columns=num_columns,
+        multiplier=multiplier,
         ACTIVATION=activation,
         BLOCK_SIZE=block_size,
         num_warps=num_warps,
@@ -213,23 +229,24 @@ def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed
     fake=lambda grad_y, gate, up, *others: backend.empty_gradients((gate, up), others[-1]),
 )
 def _gated_unit_backward(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool, needs: list[bool]
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float, needs: list[bool]
 ) -> list[Tensor]:
     """Returns those gradients of gate (the packed tensor, if it is one) and up that are needed."""
     gradients = backend.empty_gradients((gate, up), needs)
-    _launch_backward(grad_y, gate, up, activation, packed, *backend.spread(gradients, needs))
+    _launch_backward(grad_y, gate, up, activation, packed, multiplier, *backend.spread(gradients, needs))
     return gradients
 
 
 @backend.register_op(
-    "gated_unit_backward_(Tensor grad_y, Tensor(a!) gate, Tensor(b!)? up, str activation, bool packed) -> ()",
+    "gated_unit_backward_(Tensor grad_y, Tensor(a!) gate, Tensor(b!)? up, str activation, bool packed,"
+    " float multiplier) -> ()",
     fake=lambda *args: None,
 )
 def _gated_unit_backward_in_place(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float
 ) -> None:
     """Writes the gradients of gate and up, both contiguous, over them."""
-    _launch_backward(grad_y, gate, up, activation, packed, gate, up)
+    _launch_backward(grad_y, gate, up, activation, packed, multiplier, gate, up)
 
 
 def _launch_backward(
@@ -238,6 +255,7 @@ def _launch_backward(
     up: Tensor | None,
     activation: str,
     packed: bool,
+    multiplier: float,
     grad_gate: Tensor | None,
     grad_up: Tensor | None,
 ) -> None:
@@ -261,6 +279,7 @@ def _launch_backward(
         up_row_stride=strides[2],
         grad_row_stride=num_columns * (2 if packed else 1),
         num_columns=num_columns,
+        multiplier=multiplier,
         ACTIVATION=activation,
         BLOCK_SIZE=block_size,
         num_warps=num_warps,
@@ -271,10 +290,10 @@ class GatedUnitFunction(torch.autograd.Function):
     """Ties the two ops together for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.settings = activation, packed
-        return _gated_unit_forward(gate, up, activation, packed)
+        ctx.settings = activation, packed, multiplier
+        return _gated_unit_forward(gate, up, *ctx.settings)
 
     @staticmethod
     @backend.once_differentiable
@@ -283,31 +302,31 @@ class GatedUnitFunction(torch.autograd.Function):
         (gate, up), is_free = backend.take_saved_tensors(ctx)
         if is_free and needs == [True, up is not None]:
             _gated_unit_backward_in_place(grad_y, gate, up, *ctx.settings)
-            return gate.detach(), None if up is None else up.detach(), None, None
+            return gate.detach(), None if up is None else up.detach(), None, None, None
         gradients = _gated_unit_backward(grad_y, gate, up, *ctx.settings, needs)
-        return *backend.spread(gradients, needs), None, None
+        return *backend.spread(gradients, needs), None, None, None
 
 
-def _gated_unit(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _gated_unit(gate: Tensor, up: Tensor | None, activation: str, multiplier: float = 1.0) -> Tensor:
     check_floating_tensors("gate", gate, up=up)
     if up is not None:
         check_shape("up", up, gate.shape, "gate's")
     elif gate.dim() == 0 or gate.shape[-1] % 2:
         raise wrong_value("gate", "packed, with an even number of columns, without up", gate)
-    return _compute(gate, up, activation, up is None)
+    return _compute(gate, up, activation, up is None, multiplier)
 
 
-def _compute(gate: Tensor, up: Tensor | None, activation: str, packed: bool) -> Tensor:
+def _compute(gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
     if not backend.runs_on_triton(gate, up):
-        return gated_unit_reference(gate, up, activation, packed)
+        return gated_unit_reference(gate, up, activation, packed, multiplier)
     if backend.needs_graph(gate, up):
-        args = gate, up, activation, packed
+        args = gate, up, activation, packed, multiplier
         return made(GatedUnitFunction.apply(*args), _compute, *args)
-    return _gated_unit_forward(gate, up, activation, packed)
+    return _gated_unit_forward(gate, up, activation, packed, multiplier)
 
 
-def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Returns ``silu(gate) * up`` in one pass over both tensors: the inside of a SwiGLU layer.
+def silu_mul(gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1.0) -> Tensor:
+    """Returns ``silu(gate_multiplier * gate) * up`` in one pass over both tensors: the inside of a SwiGLU layer.
 
     Args:
         gate: The tensor that goes through the activation, of any shape, typically ``[batch_size, seq_len,
@@ -315,15 +334,18 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
             tensor ``[..., 2 * intermediate_size]``, as Phi-3 and GLM-4 project them: the gate in the first half of
             the columns, ``up`` in the second. Its gradient is then one such tensor too.
         up: The tensor it gates, of the same shape.
+        gate_multiplier: Constant factor of ``gate`` inside the activation, as in Falcon-H1.
 
     Returns:
         A contiguous tensor ``[..., intermediate_size]`` in the promoted dtype of both.
 
     Raises:
-        TypeError: If a tensor is none, or not real and floating-point.
-        ValueError: If shapes or devices differ, or a packed tensor has an odd number of columns.
+        TypeError: If a tensor is none, or not real and floating-point, or ``gate_multiplier`` is no number.
+        ValueError: If shapes or devices differ, ``gate_multiplier`` is not finite, or a packed tensor has an odd number
+            of columns.
     """
-    return _gated_unit(gate, up, "silu")
+    check_number("gate_multiplier", gate_multiplier)
+    return _gated_unit(gate, up, "silu", float(gate_multiplier))
 
 
 def gelu_mul(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
@@ -348,4 +370,4 @@ def relu_squared_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 def relu_squared(input: Tensor) -> Tensor:
     """Returns ``relu(input)**2``, the ungated activation of Primer and Nemotron, as a contiguous tensor."""
     check_floating("input", input)
-    return _compute(input, None, "relu_squared", False)
+    return _compute(input, None, "relu_squared", False, 1.0)

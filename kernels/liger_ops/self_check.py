@@ -153,8 +153,11 @@ def plain_kl(student: Tensor, teacher: Tensor, reduction: str = "mean") -> Tenso
 
 
 def _log_probs_and_entropy(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    *head, labels = tensors
-    log_probs, kept = _log_softmax(*head), labels != liger_ops.IGNORE_INDEX
+    return _scores_of(_log_softmax(*tensors[:-1]), tensors[-1])
+
+
+def _scores_of(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    kept = labels != liger_ops.IGNORE_INDEX
     entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
     return log_probs.gather(-1, labels.where(kept, 0)[..., None])[..., 0].where(kept, 0.0), entropy.where(kept, 0.0)
 
@@ -197,7 +200,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def unit_case(activation: Callable[[Tensor], Tensor], **options: str) -> Case:
+def unit_case(activation: Callable[[Tensor], Tensor], **options: str | float) -> Case:
     """A gated unit: ``activation(gate) * up``."""
     return Case(lambda op, *tensors: op(*tensors, **options), lambda gate, up: activation(gate) * up, _norm(2, 0))
 
@@ -250,6 +253,12 @@ CASES = {
         ),
         _log_probs_and_entropy,
         _head,
+        magnitude=1.0,
+    ),
+    "token_log_probs": Case(
+        lambda op, *tensors: tuple(op(*tensors, outputs=("log_probs", "entropy"))[:2]),
+        lambda logits, labels: _scores_of(_wide(logits).log_softmax(-1), labels),
+        make_logits,
         magnitude=1.0,
     ),
     "linear_token_loss": Case(

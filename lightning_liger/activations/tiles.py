@@ -3,7 +3,7 @@
 Forward keeps its input only. Backward computes one tile after the other again, with the same random state and autocast,
 and takes its gradients; those of parameters are summed in float32 and rounded once. Where a layer is recomputed in
 backward anyway, this costs no additional product of matrices: its recomputation ends before the module if nothing
-after it is needed.
+after it is needed. Tiles of a sequence are the idea of ALST (arXiv:2506.13996).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from liger_ops import backend
+from liger_ops.arguments import check_floating, check_integer, shown, wrong_type, wrong_value
 from lightning_liger.activations.frames import Surroundings, end_recomputation_with
 from lightning_liger.activations.layers import current_run
 
@@ -70,6 +71,49 @@ def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> 
     if run.control.observer is not None:
         run.sizes.tiled += _STORED_OF_WIDTH * bytes_of_width * num_tokens
         run.sizes.tiled_cheap += bytes_of_width * num_tokens
+    return _run(compute, module, x, tile_size, places)
+
+
+def run_tiled(module: nn.Module, input: Tensor, *, tile_size: int = _MIN_TILE_TOKENS) -> Tensor:
+    """``module(input)`` in tiles of tokens, so that intermediate tensors, as wide as an MLP's, exist for one at a time.
+
+    Forward saves the input and the parameters; backward computes each tile again, with the same random state and
+    autocast. Gradients are those of ``module(input)`` but for rounding: parameters' are summed in float32. Under
+    ``torch.compile`` the module runs at once. Patched MLPs run in tiles by themselves in layers that are recomputed.
+
+    Args:
+        module: Treats each token by itself, without side effects: an MLP. Uses its own parameters only.
+        input: ``[..., hidden_size]``; the module gets ``[1, tile_size or fewer, hidden_size]``.
+        tile_size: Tokens of a tile. Each tile reads and writes the gradients of all parameters: few tiles are fast.
+
+    Returns:
+        ``[..., columns]``, with the columns and the dtype of the module's output.
+
+    Raises:
+        TypeError: For arguments of another type.
+        ValueError: For a module with hooks, floating-point buffers, parameters that are sharded, or an output that has
+            not one row for each token.
+    """
+    if not isinstance(module, nn.Module):
+        raise wrong_type("module", "a torch.nn.Module", module)
+    check_floating("input", input)
+    if input.dim() == 0:
+        raise wrong_value("input", "a tensor of at least one dimension", input)
+    check_integer("tile_size", tile_size, at_least=1)
+    places = None if has_hooks(module) else _find_places(module)
+    if places is None:
+        raise wrong_value("module", "without hooks, floating-point buffers and sharded parameters", module)
+    return _call(module, input) if torch.compiler.is_compiling() else _run(_call, module, input, tile_size, places)
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor:
+    output = module(x)
+    if not isinstance(output, Tensor) or output.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"module must return one row for each token, got {shown(output)} for {shown(x)}")
+    return output
+
+
+def _run(compute: Compute, module: nn.Module, x: Tensor, tile_size: int, places: dict[Tensor, list[Place]]) -> Tensor:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *places)):
         end_recomputation_with((x, *places))
     output: Tensor = _TiledFunction.apply(_Tiled(compute, module, tile_size, list(places.values())), x, *places)

@@ -22,8 +22,9 @@ HALF = VocabShard(dist.ProcessGroup(0, 1), start=11, vocab_size=22)
 LEARNED = ONES(4, 3, requires_grad=True)
 NORMS = "rms_norm add_rms_norm layer_norm"
 UNITS = "silu_mul gelu_mul relu_squared_mul"
-SCORES = "linear_log_probs linear_token_loss"
-LABELS = f"linear_cross_entropy {SCORES}"
+HEAD_SCORES = "linear_log_probs linear_token_loss"
+SCORES = f"{HEAD_SCORES} token_log_probs"
+LABELS = f"linear_cross_entropy {HEAD_SCORES}"
 LINEAR = f"{LABELS} linear_divergence linear_topk_log_probs"
 ENTROPIES = "cross_entropy linear_cross_entropy"
 OUTPUTS = "a sequence of names out of 'log_probs'"
@@ -118,7 +119,14 @@ WRONG: list[tuple[Any, ...]] = [
     (ENTROPIES, {"weight": ONES(11, requires_grad=True)}, *DETACH),
     (ENTROPIES, {"z_loss_weight": 0.1, "weight": ONES(11)}, "0 with class weights in a mean", "got 0.1"),
     (f"{ENTROPIES} divergence linear_divergence", {"token_weight": ONES(4, requires_grad=True)}, *DETACH),
-    (f"{LABELS} cross_entropy", {"target": torch.full((4,), 11)}, "between 0 and vocab_size - 1 = 10", "got 11"),
+    ("token_log_probs", {"logits": ONES(4, 0)}, "at least one class", "(4, 0)"),
+    ("token_log_probs", {"target": integers(3)}, "(4,)", "got a tensor of shape (3,)"),
+    (
+        f"{LABELS} cross_entropy token_log_probs",
+        {"target": torch.full((4,), 11)},
+        "between 0 and vocab_size - 1 = 10",
+        "got 11",
+    ),
     (f"{LABELS} cross_entropy", {"target": torch.full((4,), -1)}, "between 0 and", "ignore_index = -100", "got -1"),
     (f"{LABELS} cross_entropy", {"logit_scale": ONES((), requires_grad=True)}, "a number", "multiply the hidden"),
     (LABELS, {"input": ONES(4, 5)}, "hidden_size = 3", "(4, 5)"),
@@ -151,8 +159,8 @@ WRONG: list[tuple[Any, ...]] = [
     (SCORES, {"temperature": torch.full((4,), -0.5)}, "positive", "got -0.5"),
     (SCORES, {"temperature": torch.full((4,), NAN)}, "positive", "got nan"),
     (SCORES, {"temperature": ONES(4, requires_grad=True)}, *DETACH),
-    ("linear_log_probs", {"outputs": ("log_prob",)}, OUTPUTS, "('log_prob',)"),
-    ("linear_log_probs", {"detach": ("correct",)}, OUTPUTS, "('correct',)"),
+    ("linear_log_probs token_log_probs", {"outputs": ("log_prob",)}, OUTPUTS, "('log_prob',)"),
+    ("linear_log_probs token_log_probs", {"detach": ("correct",)}, OUTPUTS, "('correct',)"),
     ("linear_token_loss", {"token_loss": returns(None)}, "a floating-point tensor", "got None"),
     ("linear_token_loss", {"token_loss": returns(integers(4))}, "a floating-point tensor", "shape (4,), torch.int64"),
     ("linear_token_loss", {"token_loss": returns(ONES(()))}, "one loss for each", "got a tensor of shape ()"),

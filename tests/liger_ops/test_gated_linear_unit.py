@@ -23,6 +23,7 @@ Unit = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
 
 UNITS = {
     "silu": (silu_mul, F.silu),
+    "silu, scaled": (functools.partial(silu_mul, gate_multiplier=-0.375), lambda gate: F.silu(-0.375 * gate)),
     "gelu": (gelu_mul, F.gelu),
     "gelu_tanh": (functools.partial(gelu_mul, approximate="tanh"), lambda gate: F.gelu(gate, approximate="tanh")),
     "relu_squared": (relu_squared_mul, lambda gate: F.relu(gate).square()),
@@ -207,4 +208,4 @@ def test_op_in_place_is_well_formed(triton_device: torch.device, packed: bool) -
     op = torch.ops.liger_ops.gated_unit_backward_.default
     gate, up = torch.randn(3, 8, device=triton_device), None if packed else torch.randn(3, 8, device=triton_device)
     grad_y = torch.randn(3, 4 if packed else 8, device=triton_device)
-    torch.library.opcheck(op, (grad_y, gate, up, "silu", packed), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(op, (grad_y, gate, up, "silu", packed, 0.5), test_utils=("test_schema", "test_faketensor"))

@@ -130,6 +130,23 @@ def topk_renormalized(op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias
     return op(x, weight, ids, linear_bias=bias, renormalize=True, chunk_bytes=2**20)
 
 
+def logits_and_temperatures(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    (logits,), (labels,) = make_logits(sizes)
+    return [logits.view(sizes[:3])], [labels.view(sizes[:2]), quarters(1, *sizes[:2])]
+
+
+def token_scores(op: Callable[..., Any], logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    outputs = ("log_probs", "entropy", "lse", "mean_logit")
+    return tuple(op(logits, labels, temperature=temperature, softcap=2.5, logit_scale=0.75, outputs=outputs)[:4])
+
+
+def plain_token_scores(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = 2.5 * torch.tanh(0.75 * wide / 2.5) / temperature.to(wide.dtype)[..., None]
+    first = CHECKS["token_log_probs"].plain(z, labels)
+    return *first, *(each.where(labels != liger_ops.IGNORE_INDEX, 0.0) for each in (z.logsumexp(-1), z.mean(-1)))
+
+
 # The self-checks, and what else ops can be asked for; linear_token_loss runs a function of its caller, so no tracer can
 # see it as an op.
 VARIANTS = {
@@ -152,6 +169,7 @@ VARIANTS = {
     ),
     **{(name, "packed"): packed_case(CHECKS[name]) for name in ("silu_mul", "gelu_mul", "relu_squared_mul")},
     ("gelu_mul", "erf"): unit_case(F.gelu),
+    ("silu_mul", "scaled"): unit_case(lambda gate: F.silu(0.375 * gate), gate_multiplier=0.375),
     ("cross_entropy", "everything"): CHECKS["cross_entropy"]._replace(
         call=losses, plain=lambda logits, *others: plain_losses(logits.mT, *others), make=everything_of_logits
     ),
@@ -162,6 +180,9 @@ VARIANTS = {
         call=lambda op, x, weight, bias, labels: op(x, weight, labels, linear_bias=bias, chunk_bytes=2**20).log_probs,
         plain=lambda *tensors: CHECKS["linear_log_probs"].plain(*tensors)[0],
         make=frozen_head,
+    ),
+    ("token_log_probs", "everything"): CHECKS["token_log_probs"]._replace(
+        call=token_scores, plain=plain_token_scores, make=logits_and_temperatures
     ),
     ("linear_topk_log_probs", "renormalized"): CHECKS["linear_topk_log_probs"]._replace(
         call=topk_renormalized, plain=plain_renormalized
@@ -385,7 +406,9 @@ def test_graph_that_is_kept_gives_the_same_gradients_again(
     torch.testing.assert_close(list(last), [2 * each for each in expected])
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if "entropy" in name or "linear_log" in name], indirect=True)
+@pytest.mark.parametrize(
+    "case", [name for name in CASES if "entropy" in name or "linear_log" in name or "token_" in name], indirect=True
+)
 def test_ignored_tokens_alone_give_no_gradient_and_a_mean_of_nan(case: OpCase, device: torch.device) -> None:
     inputs, constants = make(case, device)
     constants = [x if x.is_floating_point() else torch.full_like(x, liger_ops.IGNORE_INDEX) for x in constants]

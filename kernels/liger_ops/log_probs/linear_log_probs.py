@@ -15,7 +15,6 @@ token's own scores.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from liger_ops.arguments import check_floating, check_integer
@@ -26,6 +25,7 @@ from liger_ops.log_probs.scores import (
     TokenScores,
     check_outputs,
     check_temperature,
+    with_temperature,
 )
 from liger_ops.loss.groups import Groups, is_grouped, join_groups, join_values
 from liger_ops.loss.head_functions import token_values
@@ -79,12 +79,8 @@ def prepare(
     check_temperature(temperature, target, ignore_index)
     check_labels("target", target, head.vocab_size, ignore_index)
 
-    labels, temperatures = target.reshape(-1).contiguous(), None
-    if isinstance(temperature, Tensor):
-        each = temperature.detach().reshape(-1).to(torch.promote_types(head.dtype, torch.float32))
-        temperatures, temperature = each.where(labels != ignore_index, 1.0), 1.0  # those of ignored tokens may be 0
-    cap = None if options.softcap is None else options.softcap / temperature
-    options = options._replace(softcap=cap, logit_scale=options.logit_scale / temperature)
+    labels = target.reshape(-1).contiguous()
+    options, temperatures = with_temperature(options, temperature, labels, head.dtype)
     arguments = ForwardArguments._make(
         (
             *head.tensors, labels, None, None, temperatures, None, *head.chunks(chunk_bytes), max_valid_tokens,

@@ -29,6 +29,7 @@ from liger_ops.arguments import (
     wrong_type,
     wrong_value,
 )
+from liger_ops.loss.options import TokenLossOptions
 
 
 class TokenScores(NamedTuple):
@@ -87,6 +88,19 @@ def check_temperature(temperature: Any, target: Tensor, ignore_index: int) -> No
         wrong = temperature[~(temperature > 0) & (target != ignore_index)]
         if wrong.numel():
             raise ValueError(f"temperature must be positive at each token, got {wrong[0].item()}")
+
+
+def with_temperature(
+    options: TokenLossOptions, temperature: Any, labels: Tensor, dtype: torch.dtype
+) -> tuple[TokenLossOptions, Tensor | None]:
+    """The options of tempered logits of ``dtype``, and the temperatures of single tokens, ``[num_tokens]``, or None."""
+    temperatures = None
+    if isinstance(temperature, Tensor):
+        each = temperature.detach().reshape(-1).to(torch.promote_types(dtype, torch.float32))
+        # Those of ignored tokens may be 0.
+        temperatures, temperature = each.where(labels != options.ignore_index, 1.0), 1.0
+    cap = None if options.softcap is None else options.softcap / temperature
+    return options._replace(softcap=cap, logit_scale=options.logit_scale / temperature), temperatures
 
 
 def scores_reference(z: Tensor, labels: Tensor, ignore_index: int, outputs: Sequence[str]) -> TokenScores:

@@ -72,7 +72,10 @@ class _GatedReplacement(Replacement):
 
 @dataclass(frozen=True)
 class MLPReplacement(_GatedReplacement):
-    """``down(activation(gate(x)) * up(x))``, with a dropout before or after ``down``, both or none."""
+    """``down(activation(gate(x)) * up(x))``, with a dropout before or after ``down``, both or none.
+
+    SwiGLU may have constant factors that the module holds, of the gate inside the activation and of the output.
+    """
 
     gate: str  # name of the child; the packed projection if ``up`` is None
     up: str | None
@@ -81,10 +84,14 @@ class MLPReplacement(_GatedReplacement):
     up_first: bool = False  # whether the gate is the second half of a packed projection
     inner_dropout: str | None = None
     outer_dropout: str | None = None
+    gate_multiplier: str | None = None  # names of attributes
+    output_multiplier: str | None = None
 
     @property
     def description(self) -> str:
-        return self.activation + (", packed" if self.up is None and self.activation != "relu_squared" else "")
+        names = (self.gate_multiplier, self.output_multiplier)
+        scaled = ", scaled" if any(names) else ""
+        return self.activation + (", packed" if self.up is None and self.activation != "relu_squared" else "") + scaled
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         called = {self.gate, self.up, self.down, self.inner_dropout, self.outer_dropout}
@@ -103,6 +110,8 @@ class MLPReplacement(_GatedReplacement):
         if hidden is not None:
             return hidden if self.outer_dropout is None else getattr(module, self.outer_dropout)(hidden)
         unit = _GATES.get(self.activation, relu_squared)
+        if self.gate_multiplier is not None:
+            unit = partial(silu_mul, gate_multiplier=getattr(module, self.gate_multiplier))
         if self.up_first:
             up, gate = getattr(module, self.gate)(x).chunk(2, dim=-1)
             hidden = unit(gate, up)
@@ -110,10 +119,12 @@ class MLPReplacement(_GatedReplacement):
             hidden = unit(*(getattr(module, name)(x) for name in (self.gate, self.up) if name is not None))
         for name in (self.inner_dropout, self.down, self.outer_dropout):
             hidden = hidden if name is None else getattr(module, name)(hidden)
-        return hidden
+        return hidden if self.output_multiplier is None else hidden * getattr(module, self.output_multiplier)
 
     def _compute_in_float8(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The output of ``down``, if all projections are converted by one recipe and have no biases, else None."""
+        if self.gate_multiplier is not None or self.output_multiplier is not None:
+            return None
         activation = _FLOAT8_ACTIVATIONS.get(self.activation)
         inputs = [getattr(module, name) for name in (self.gate, self.up) if name is not None]
         down = getattr(module, self.down)
@@ -220,8 +231,17 @@ class MLPRule(Rule):
         dropouts = [name for name, child in children.items() if isinstance(child, nn.Dropout)]
         # What may be before and after the down projection; the most common first.
         places = dict.fromkeys(itertools.permutations([*dropouts, None, None], 2))
-        pairs = itertools.product(_mlps(sizes, activations), places)
-        return [replace(mlp, inner_dropout=inner, outer_dropout=outer) for mlp, (inner, outer) in pairs] or None
+        pairs = list(itertools.product(_mlps(sizes, activations), places))
+        found = [replace(mlp, inner_dropout=inner, outer_dropout=outer) for mlp, (inner, outer) in pairs]
+        factors = [name for name, value in vars(module).items() if type(value) is float and value != 1.0]
+        scaled = itertools.permutations([*factors, None][:2]) if len(factors) in (1, 2) else ()
+        multiplied = itertools.product(found, list(scaled))
+        found += [
+            replace(mlp, gate_multiplier=gate, output_multiplier=output)
+            for mlp, (gate, output) in multiplied
+            if mlp.activation == "silu_mul"
+        ]
+        return found or None
 
     def signature(self, module: nn.Module) -> Hashable:
         children = module.named_children()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_liger import LigerLMMixin, apply_liger_kernels
 from lightning_liger.activations import tiles
 from lightning_liger.activations.layers import ControlledLayers, LayerRun, LayerSizes, current_run
-from lightning_liger.activations.tiles import choose_tile_size, run_in_tiles
+from lightning_liger.activations.tiles import choose_tile_size, run_in_tiles, run_tiled
 from tests.lightning_liger.activations.programs import HIDDEN_SIZE, controlled, layers_of
 from tests.lightning_liger.tiny import TensorSizes, tiny_batch, tiny_model
 
@@ -29,6 +29,9 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(p)
         self.double()
 
+    def forward(self, x: Tensor) -> Tensor:
+        return compute(self, x)
+
 
 def compute(module: Any, x: Tensor) -> Tensor:
     return module.down(module.dropout(F.silu(module.gate(x)) * module.up(x)))
@@ -36,6 +39,10 @@ def compute(module: Any, x: Tensor) -> Tensor:
 
 def tiled(module: nn.Module, x: Tensor, function: Callable[[Any, Tensor], Tensor] = compute) -> Tensor:
     return run_in_tiles(function, module, x, WIDTH)
+
+
+def public(module: nn.Module, x: Tensor) -> Tensor:
+    return run_tiled(module, x, tile_size=TILE_SIZE)
 
 
 def by_hand(module: nn.Module, x: Tensor) -> Tensor:
@@ -80,7 +87,8 @@ def gradients(function: Callable[[nn.Module, Tensor], Tensor], module: nn.Module
 
 def assert_same(module: nn.Module, x: Tensor, reference: Callable[[nn.Module, Tensor], Tensor] = compute) -> None:
     want = gradients(reference, module, x)
-    torch.testing.assert_close(gradients(tiled, module, x), want, rtol=1e-12, atol=1e-12)
+    for function in (tiled, public):
+        torch.testing.assert_close(gradients(function, module, x), want, rtol=1e-12, atol=1e-12)
 
 
 def tokens(requires_grad: bool = True) -> Tensor:
@@ -221,6 +229,25 @@ def test_modules_with_effects_of_their_own_and_other_layers_run_at_once(name: An
     calls = calls_of(module.down)
     tiled(module, tokens())
     assert calls == ([8, 8, 8, 6] if name == "own hook" else [30])
+
+
+@pytest.mark.parametrize("name", NOT_TILED)
+def test_public_function_refuses_what_it_cannot_tile(name: str) -> None:
+    module = MLP()
+    NOT_TILED[name](module)
+    with pytest.raises(ValueError, match="module must be without hooks, floating-point buffers and sharded parameters"):
+        public(module, tokens())
+
+
+def test_public_function_holds_one_tile_and_refuses_outputs_of_other_sizes() -> None:
+    module, x = MLP(), tokens()
+    calls = calls_of(module.down)
+    public(module, x).sum().backward()
+    assert calls == 2 * [8, 8, 8, 6]
+    pooled = nn.AdaptiveAvgPool1d(1)
+    for wrong in (nn.Flatten(0), nn.Sequential(nn.Flatten(1), pooled), nn.Unflatten(1, (1, -1))):
+        with pytest.raises(ValueError, match="module must return one row for each token, got a tensor of shape"):
+            public(wrong, x)
 
 
 def test_observed_layers_know_what_they_would_keep_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,21 @@ def test_gated_mlp_of_any_form_is_replaced_and_stays_the_same(part: int, dtype: 
             assert_same(module.train(training), twin.train(training), 10 * tokens(*shape).to(dtype))
 
 
+def scaled(m: Any, x: Tensor) -> Tensor:
+    return m.down(m.activation(m.gate(x) * m.inside) * m.up(x)) * m.outside
+
+
+@pytest.mark.parametrize(("inside", "outside"), [(0.8, 0.7), (0.8, 1.0), (1.0, -0.7)])
+def test_constant_factors_of_swiglu_are_found_and_followed(inside: float, outside: float) -> None:
+    module = mlp(scaled, outside=outside, inside=inside)
+    twin = assert_replaced(module, "silu_mul, scaled")
+    assert_same(module, twin, 10 * tokens())
+    if inside != 1.0:
+        module.inside = twin.inside = 0.3
+        assert_same(module, twin, 10 * tokens())
+    assert_kept(mlp(scaled, F.gelu, outside=0.5, inside=0.5), "gelu_mul is not the same")
+
+
 def test_projections_of_several_dtypes_are_tried_in_these() -> None:
     """As T5 has them in float16: its last projection stays in float32, and its forward casts to that."""
     module = mlp(lambda m, x: m.down((m.activation(m.gate(x)) * m.up(x)).to(m.down.weight.dtype)))
