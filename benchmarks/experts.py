@@ -32,7 +32,7 @@ from benchmarks.timing import QUICK, Effort, Rates, peak_mib
 from benchmarks.training.arms import parse_numbers
 from benchmarks.training.train import number
 from liger_ops import backend
-from liger_ops.moe import products
+from liger_ops.moe import gradients, products, tiles
 from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.gate import Gate
 from liger_ops.moe.index import make_index
@@ -196,7 +196,7 @@ def measure_phases(name: str, layer: Layer, routing: float | None, timer: Timer,
     num_tokens, top_k = layer.index.shape
     num_pairs, gated = num_tokens * top_k, 2 if sizes.is_gpt_oss else 1
     gate_up, down = (each.detach().mT if sizes.is_gpt_oss else each.detach() for each in layer.weights)
-    rows = products.choose_rows(num_pairs, sizes.num_experts, DTYPE)
+    rows = tiles.choose_rows(num_pairs, sizes.num_experts, DTYPE)
     index = make_index(layer.index.reshape(-1), sizes.num_experts, rows)
     scores, grad = layer.scores.detach(), layer.grad
     z, a, y = (x.new_empty((num_pairs, size)) for size in (2 * sizes.width, sizes.width, sizes.hidden_size))
@@ -217,12 +217,12 @@ def measure_phases(name: str, layer: Layer, routing: float | None, timer: Timer,
         "gradient of z": (
             pair,
             (grad, down, z, grad_z, a),
-            lambda: products.gate_backward(grad, down.mT, z, scores, index, rows, gate, gated, grad_z, a, grad_scores),
+            lambda: gradients.gate_backward(grad, down.mT, z, scores, index, rows, gate, gated, grad_z, a, grad_scores),
         ),
         "gradient of down": (
             pair,
             (a, grad, grads[1]),
-            lambda: products.weight_gradient(
+            lambda: gradients.weight_gradient(
                 *((a, grad) if transposed else (grad, a)), index, top_k, not transposed, grads[1], None, scores
             ),
         ),
@@ -234,7 +234,7 @@ def measure_phases(name: str, layer: Layer, routing: float | None, timer: Timer,
         "gradient of gate and up": (
             2 * pair,
             (grad_z, x, grads[0]),
-            lambda: products.weight_gradient(
+            lambda: gradients.weight_gradient(
                 *((x, grad_z) if transposed else (grad_z, x)), index, top_k, transposed, grads[0], None, None
             ),
         ),

@@ -31,7 +31,7 @@ class LigerStepMixin(_Module):
 
     model: nn.Module
     loss_normalization: str = "tokens"
-    _units = "tokens"
+    _items = "tokens"
     _labels: tuple[str, ...] = ("next",)
     """The meanings of labels, as :class:`~.language_model.LanguageModel` names them, that the steps can train on."""
 
@@ -240,7 +240,7 @@ class LigerStepMixin(_Module):
             rank_zero_warn(
                 f"{type(self.trainer.strategy).__name__} gives no access to its gradients: with accumulate_grad_batches"
                 f" the training loss is the mean of the means of micro-batches, whatever their numbers of"
-                f" {self._units}. Use 'liger_deepspeed_stage_2' or '_3' for the mean over {self._units}, or set"
+                f" {self._items}. Use 'liger_deepspeed_stage_2' or '_3' for the mean over {self._items}, or set"
                 " loss_normalization = 'micro_batch' if you do not want it."
             )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_bool, check_floating, check_same_device, check_shape, check_tensor, wrong_value
-from liger_ops.moe import products
+from liger_ops.moe import gradients, products, tiles
 from liger_ops.moe.gate import Gate
 from liger_ops.moe.index import Index, make_index
 
@@ -41,7 +41,7 @@ class _Layout:
         return (z[:, ::2], z[:, 1::2]) if self.gated == 2 else (z[:, : self.width], z[:, self.width :])
 
     def block_rows(self, num_pairs: int) -> int:
-        return products.choose_rows(num_pairs, self.num_experts, self.down.dtype)
+        return tiles.choose_rows(num_pairs, self.num_experts, self.down.dtype)
 
 
 def experts_reference(
@@ -221,7 +221,7 @@ def _gradients(
     grad_z = None if not needs_z else z if overwrite else torch.empty_like(z)
     scaled = grad.new_empty((z.shape[0], layout.width)) if needs_down or needs_down_bias else None
     grad_scores = torch.empty_like(scores)
-    products.gate_backward(
+    gradients.gate_backward(
         grad, layout.down.mT, z, scores, where, block_rows, gate, layout.gated, grad_z, scaled, grad_scores
     )
     if down_bias is not None and needs_scores:
@@ -231,7 +231,7 @@ def _gradients(
         grad_down = down.new_empty(down.shape)
         grad_down_bias = torch.empty_like(down_bias) if needs_down_bias and down_bias is not None else None
         pair = (scaled, grad) if layout.transposed else (grad, scaled)
-        products.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down, grad_down_bias, scores)
+        gradients.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down, grad_down_bias, scores)
         del scaled, pair
     if needs_x and grad_z is not None:
         rows = grad.new_empty((z.shape[0], x.shape[1]))
@@ -243,7 +243,7 @@ def _gradients(
         grad_gate_up = gate_up.new_empty(gate_up.shape)
         grad_gate_up_bias = gate_up.new_empty((layout.num_experts, z.shape[1])) if needs_gate_up_bias else None
         pair = (x, grad_z) if layout.transposed else (grad_z, x)
-        products.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up, grad_gate_up_bias, None)
+        gradients.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up, grad_gate_up_bias, None)
     found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias
     return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
 

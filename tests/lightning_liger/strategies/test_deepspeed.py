@@ -46,6 +46,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_uneven_batches,
     outside_loss,
     regularized,
+    skip_shared_memory_op,
 )
 from tests.lightning_liger.strategies.workers.trainings import (
     TOLERANCE,
@@ -279,10 +280,7 @@ def _run_partitioned(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def results(run: dict[str, Any]) -> dict[Any, Any]:
-    import deepspeed
-
-    # DeepSpeed would compile it with the C++ compiler that it finds, for over a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    skip_shared_memory_op()
     found: dict[Any, Any] = {stage: _run_stage(run, stage) for stage in STAGES}
     return found | {"partitioned": _run_partitioned(run)}
 

@@ -28,6 +28,7 @@ from lightning_liger import (
 from tests.lightning_liger.post_training import completion_batches as completions
 from tests.lightning_liger.post_training.preference_data import packed, padded, sequences
 from tests.lightning_liger.post_training.training import Recorded, fit, metrics_of
+from tests.lightning_liger.strategies.workers.distributed import skip_shared_memory_op
 from tests.lightning_liger.tiny import tiny_batch
 
 Batches = list[dict[str, Any]]
@@ -187,6 +188,7 @@ def state_of(module: nn.Module, trainer: L.Trainer, strategy: str, folder: Path)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    skip_shared_memory_op()
     out, rank = Path(sys.argv[2]), int(os.environ["RANK"])
     results = {
         strategy: {

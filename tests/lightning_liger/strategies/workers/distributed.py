@@ -175,6 +175,13 @@ def logit_counts(model: nn.Module) -> tuple[int, int]:
 _PORTS_PER_WORKER = 400
 
 
+def skip_shared_memory_op() -> None:
+    """DeepSpeed would compile it with the C++ compiler that it finds, for over a minute."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def python_path() -> str:
     """For processes that tests start: this project first, then what the tests themselves were started with."""
     inherited = os.environ.get("PYTHONPATH")

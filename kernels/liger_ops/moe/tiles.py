@@ -1,0 +1,166 @@
+"""Tiles of products of experts: their sizes, the tile of a program, and its products."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_ops import backend
+from liger_ops.moe.index import MIN_TILE_ROWS, Index
+
+
+class Blocks(NamedTuple):
+    """Tile of a product: output rows and columns, terms of a sum at a time, warps, and loads ahead."""
+
+    rows: int
+    columns: int
+    terms: int
+    num_warps: int
+    num_stages: int
+
+
+@backend.launch_cache
+def choose_blocks(num_columns: int, num_terms: int, dtype: torch.dtype, rows: int, wide: bool) -> Blocks:
+    """For outputs of ``num_columns`` columns; ``wide`` if a program has one accumulator of up to 256 columns."""
+    columns = min(max(16, backend.next_power_of_2(num_columns)), 256 if wide else 128)
+    half = dtype.itemsize == 2
+    terms = min(max(16, backend.next_power_of_2(num_terms)), 64 if half else 32)
+    if not half:
+        columns = min(columns, 64)
+    num_warps = 8 if rows * columns * (1 if wide else 2) > 128 * 128 else 4
+    return Blocks(rows, columns, terms, num_warps, 3 if half else 2)
+
+
+@backend.launch_cache
+def choose_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Rows of a tile: fewer where experts have few, so that padding stays small."""
+    average = num_pairs // num_experts
+    largest = 128 if dtype.itemsize == 2 else 64
+    smallest = 64 if average >= 24 else MIN_TILE_ROWS  # Hopper's tensor cores take 64
+    return min(largest, max(smallest, backend.next_power_of_2(average // 2 + 1)))
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Of float32 products: as PyTorch's own."""
+    return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def tiles_of(index: Index) -> dict[str, Tensor]:
+    return {
+        "offsets_ptr": index.offsets,
+        "tile_starts_ptr": index.tile_starts,
+        "tile_experts_ptr": index.tile_experts,
+    }
+
+
+def shape_of(blocks: Blocks, num_columns: int, num_terms: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_blocks": -(-num_columns // blocks.columns),
+        "BLOCK_ROWS": blocks.rows,
+        "BLOCK_COLUMNS": blocks.columns,
+        "BLOCK_TERMS": blocks.terms,
+        "EVEN": num_columns % blocks.columns == 0 and num_terms % blocks.terms == 0,
+        "NUM_STAGES": blocks.num_stages,
+        "PRECISION": precision_of(dtype),
+        "num_warps": blocks.num_warps,
+    }
+
+
+@triton.jit
+def find_tile(offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_blocks, BLOCK_ROWS: tl.constexpr):
+    """The expert, first row, end of the expert's rows and block of columns of this program; the expert is -1 if none.
+
+    Programs of one expert and block of columns are neighbors, so that they read one tile of its weight.
+    """
+    program = tl.program_id(0)
+    expert = -1
+    row = 0
+    end = 0
+    block = 0
+    if program < tl.load(tile_starts_ptr + num_experts) * num_blocks:
+        expert = tl.load(tile_experts_ptr + program // num_blocks)
+        first = tl.load(tile_starts_ptr + expert)
+        num_tiles = tl.load(tile_starts_ptr + expert + 1) - first
+        place = program - first * num_blocks
+        block = place // num_tiles
+        row = tl.load(offsets_ptr + expert) + place % num_tiles * BLOCK_ROWS
+        end = tl.load(offsets_ptr + expert + 1)
+    return expert, row, end, block
+
+
+@triton.jit
+def multiply(
+    row_ptrs,  # [BLOCK_ROWS], addresses of rows
+    weight_ptr,  # of the expert
+    columns,
+    num_columns,
+    num_terms,
+    column_stride,
+    term_stride,
+    BLOCK_TERMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``rows @ weight.T`` in float32."""
+    terms = tl.arange(0, BLOCK_TERMS)
+    places = columns[None, :] * column_stride + terms[:, None] * term_stride
+    total = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
+    for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
+        left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
+        if EVEN:
+            left = tl.load(left_ptrs)
+            right = tl.load(weight_ptr + places)
+        else:
+            inside = start + terms < num_terms
+            left = tl.load(left_ptrs, mask=inside[None, :], other=0.0)
+            mask = inside[:, None] & (columns < num_columns)[None, :]
+            right = tl.load(weight_ptr + places, mask=mask, other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        weight_ptr += BLOCK_TERMS * term_stride
+    return total
+
+
+@triton.jit
+def multiply_both(
+    row_ptrs, weight_ptr, up_offset, columns, num_columns, num_terms, column_stride, term_stride,
+    BLOCK_TERMS: tl.constexpr, EVEN: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same by gate and up, whose weight begins ``up_offset`` elements after the gate's; rows are read once."""
+    terms = tl.arange(0, BLOCK_TERMS)
+    places = columns[None, :] * column_stride + terms[:, None] * term_stride
+    up_ptr = weight_ptr + up_offset
+    gate = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
+    up = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
+    for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
+        left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
+        if EVEN:
+            left = tl.load(left_ptrs)
+            gate_weight = tl.load(weight_ptr + places)
+            up_weight = tl.load(up_ptr + places)
+        else:
+            inside = start + terms < num_terms
+            mask = inside[:, None] & (columns < num_columns)[None, :]
+            left = tl.load(left_ptrs, mask=inside[None, :], other=0.0)
+            gate_weight = tl.load(weight_ptr + places, mask=mask, other=0.0)
+            up_weight = tl.load(up_ptr + places, mask=mask, other=0.0)
+        gate = tl.dot(left, gate_weight, gate, input_precision=PRECISION)
+        up = tl.dot(left, up_weight, up, input_precision=PRECISION)
+        weight_ptr += BLOCK_TERMS * term_stride
+        up_ptr += BLOCK_TERMS * term_stride
+    return gate, up
+
+
+@triton.jit
+def split_pairs(pairs, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Even and odd columns of ``[BLOCK_ROWS, 2 * BLOCK_COLUMNS]``."""
+    return tl.split(tl.reshape(pairs, (BLOCK_ROWS, BLOCK_COLUMNS, 2)))
+
+
+@triton.jit
+def halve(tile, BLOCK_ROWS: tl.constexpr):
+    """The first and the second half of the columns."""
+    HALF: tl.constexpr = tile.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_ROWS, 2, HALF)), (0, 2, 1)))
