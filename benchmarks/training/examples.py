@@ -321,7 +321,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
     grid = Table(title="Examples", title_justify="left")
     for column in ("example", "module"):
         grid.add_column(column)
-    for column in ("parameters", "tokens/step", "step ms", "tokens/s", "peak GiB", "first loss", "last loss"):
+    for column in ("parameters", "tokens/step", "step ms", "tokens/s", "peak GiB", "first loss", "final loss"):
         grid.add_column(column, justify="right", no_wrap=True)
     for record in records:
         if "error" in record:
