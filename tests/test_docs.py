@@ -77,7 +77,7 @@ def test_files_and_headings_that_a_page_names_exist(page: Path) -> None:
     ("name", "pattern", "roots"),
     [
         ("how_it_works.md", r"(?<![\w/.<])(?:\w+/)+(?:\w+\.py)?", ("", "lightning_liger", "kernels", "docs")),
-        ("benchmarks.md", r"`(\w+(?:\.jsonl|/))`", ("benchmarks/results",)),
+        ("benchmarks.md", r"`(\w+(?:\.jsonl|/))`", ("benchmarks/results", "kernels/liger_ops")),
         ("../README.md", r"(?:examples|benchmarks/results|docs)/[\w./]+\.(?:yaml|png|md)", ("",)),
     ],
 )
