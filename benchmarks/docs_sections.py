@@ -170,7 +170,14 @@ def batches(path: Path = RESULTS / MEASURED["batches"][0]) -> str:
         more = "" if largest is not mine[-1] else " or more"
         cells = f"{best.tokens_per_second:,.0f}", str(best.batch_size), _number(best.peak_gib, ".1f")
         table.append((DIMS[model].title, _arm(best, environment), *cells, f"{largest.batch_size}{more}"))
-    header = ("model", "strategy", "tokens/s per GPU", "fastest batch size", "peak GiB at that size", "largest batch size")
+    header = (
+        "model",
+        "strategy",
+        "tokens/s per GPU",
+        "fastest batch size",
+        "peak GiB at that size",
+        "largest batch size",
+    )
     return _table(header, table)
 
 
@@ -218,7 +225,9 @@ def activations(path: Path = RESULTS / MEASURED["activations"][0]) -> str:
     """Bytes that layers keep between forward and backward."""
     found = read_activations(read_results(path).lines)
     names = dict.fromkeys(result.model for result in found)
-    return _table(("model", *TITLES.values(), "relative to all stored"), [activation_cells(name, found) for name in names])
+    return _table(
+        ("model", *TITLES.values(), "relative to all stored"), [activation_cells(name, found) for name in names]
+    )
 
 
 def convergence(path: Path = RESULTS / MEASURED["convergence"][0]) -> str:

@@ -59,7 +59,7 @@ class _Call:
                 result = self.function(*(arg.get() if isinstance(arg, Kept | Recomputed) else arg for arg in self.args))
             self.outputs = outputs = result if isinstance(result, tuple) else (result,)
             if [_layout(each) for each in outputs] != self.layouts:
-                raise RuntimeError(f"{self.function.__name__} made outputs of another layout than in forward")
+                raise RuntimeError(f"{self.function.__name__} returned outputs with a different layout than in forward")
         return outputs  # not the attribute, which another thread's backward may empty meanwhile
 
 

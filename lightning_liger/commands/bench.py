@@ -98,7 +98,7 @@ def run_bench(
     if json:
         print(text)
     else:
-        _print(rows, f"{agreement}\nLogs and numbers: {folder}/".strip())
+        _print(rows, f"{agreement}\nLogs and results: {folder}/".strip())
     return int(not agrees or any(row["status"] == "failed" for row in rows))
 
 
@@ -130,7 +130,7 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
         try:
             process.wait(time_limit)
         except subprocess.TimeoutExpired:
-            failure = f"not done within {time_limit:g} seconds"
+            failure = f"not finished within {time_limit:g} seconds"
         finally:
             with contextlib.suppress(ProcessLookupError):  # it and those that it started have ended
                 os.killpg(process.pid, signal.SIGKILL)

@@ -57,7 +57,7 @@ class _SupervisedDataModule(ExamplesDataModule):
             input_ids, loss_mask = self._tokens(record, each)
             learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
             if not len(learned):
-                raise record.error("there is no token to learn after the first token of the sequence")
+                raise record.error("there is no token to train on after the first token of the sequence")
             places.append((learned[0], len(input_ids) - learned[-1]))
             example[f"{prefix}input_ids"] = ids(input_ids)
             example[f"{prefix}loss_mask"] = np.asarray(loss_mask, dtype=np.uint8)

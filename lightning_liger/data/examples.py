@@ -102,8 +102,8 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
             return rows
         kept = "first" if truncation == "keep_start" else "last"
         message = (
-            f"{len(rows) - len(places)} of {len(rows)} {split} examples of {self._corpus(split)} are left out: their"
-            f" {kept} {limit} tokens (data.max_length) have nothing to learn"
+            f"{len(rows) - len(places)} of {len(rows)} {split} examples of {self._corpus(split)} are dropped: their"
+            f" {kept} {limit} tokens (data.max_length) contain no target tokens"
         )
         if not len(places):
             raise ValueError(f"{message}. Give a larger data.max_length.")
@@ -122,7 +122,7 @@ def floats(values: Any) -> np.ndarray:
 def scored(record: Record, prompt_ids: list[int], completion_ids: list[int]) -> np.ndarray:
     """The ids of a completion as tables hold them; raises if there is nothing to learn."""
     if not completion_ids or len(prompt_ids) + len(completion_ids) < 2:
-        raise record.error("a completion has no token to learn after the first token of the sequence")
+        raise record.error("a completion has no token to train on after the first token of the sequence")
     return ids(completion_ids)
 
 

@@ -113,7 +113,7 @@ def policy_terms(
     elif options.loss_type == "vespo" and phi is not None:
         losses = -phi * advantages * log_probs
     else:
-        raise ValueError(f"loss_type={options.loss_type!r} has no losses of tokens without weights of completions")
+        raise ValueError(f"loss_type={options.loss_type!r} has no per-token losses without per-completion weights")
     if factor is not None:
         losses = losses * factor
     kl = None

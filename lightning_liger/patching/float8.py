@@ -91,7 +91,7 @@ class Float8Recipe:
             return None if self.filter(module, name) else "left out by filter"
         patterns: Any = self.filter
         is_named = any(name == each or fnmatch.fnmatchcase(name, each) for each in patterns)
-        return None if is_named else "no name or pattern in filter fits it"
+        return None if is_named else "no name or pattern in filter matches it"
 
 
 Float8Choice = bool | Literal["auto", "rowwise", "rowwise_with_gw_hp"] | Float8Recipe | None

@@ -243,8 +243,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if self._settings.min_lr_ratio < 1 and self._num_training_steps is None:
             rank_zero_warn(
                 "The number of training steps is unknown, so the learning rate stays at its peak after warmup_steps:"
-                " set num_training_steps of LigerCausalLM, or max_steps of the Trainer, for it to fall; or"
-                " min_lr_ratio=1 for a constant one."
+                " set num_training_steps of LigerCausalLM, or max_steps of the Trainer, so that it decays; or"
+                " min_lr_ratio=1 for a constant rate."
             )
 
     @torch.no_grad()
