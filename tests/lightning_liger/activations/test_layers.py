@@ -135,7 +135,7 @@ def test_layer_that_does_something_else_the_second_time_is_refused(second: Any, 
     controlled(model, "recompute")
     output = model(tokens() * 1)
     model[1].function = second
-    with pytest.raises(RuntimeError, match=f"{text}.* the same each time"):
+    with pytest.raises(RuntimeError, match=f"{text}.* deterministic forward"):
         output.sum().backward()
 
 
