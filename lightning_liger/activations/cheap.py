@@ -97,7 +97,7 @@ class _Made:
         self.num_writes = output._version
         self.is_counted = False
         self.writes: Tensor | None = None
-        """A tensor without memory that counts the same writes, if casts of the output are made again."""
+        """A tensor without memory that counts the same writes, if casts of the output are recomputed."""
 
     def again(self, tensor: Tensor) -> Recomputed:
         """What makes ``tensor``, a view of the output, again."""
@@ -107,7 +107,7 @@ class _Made:
 class CheapTensors:
     """Decides for each tensor that autograd saves in one run of a layer whether to keep it or how to make it.
 
-    Under autocast on ``device_type``, casts of outputs are made again too. Without ``drops``, tensors are only counted.
+    Under autocast on ``device_type``, casts of outputs are recomputed too. Without ``drops``, tensors are only counted.
     """
 
     def __init__(self, device_type: str, drops: bool = True) -> None:

@@ -79,15 +79,15 @@ class _Trainer(L.Trainer):
         proposal_temperature: float = 1.0,
         dtype: Literal["float32", "float16"] = "float32",
     ) -> None:
-        """Write the likeliest tokens of a pretrained teacher, for each token of the training data, to a file.
+        """Write the top-k tokens of a pretrained teacher, for each token of the training data, to a file.
 
         Args:
             model: The teacher, a LigerCausalLM with ``pretrained``.
             datamodule: Its training batches are read once, on one device.
             output: The file to write; its name ends in .safetensors.
-            top_k: How many ids are kept for each token.
+            top_k: How many ids are kept per token.
             temperature: Divides the logits.
-            num_samples: Keeps ids that are sampled this often, with repetition, in place of the likeliest ones.
+            num_samples: Keeps ids from this many samples, with repetition, instead of the top-k.
             proposal_temperature: Of the distribution that is sampled from.
             dtype: Of the log-probabilities in the file.
         """
@@ -147,7 +147,7 @@ class LigerCLI(LightningCLI):
     Adds :class:`~lightning_liger.LigerMonitor` without a page (``--summary.*``), unless the settings have one.
     ``trainer.devices: auto`` means all GPUs or, without any, two CPU processes; with ``predict`` and the strategy
     ``liger`` it means one device. ``export`` writes a checkpoint to a Hugging Face folder, on any machine, and
-    ``teacher_topk`` a teacher's likeliest tokens to a file.
+    ``teacher_topk`` a teacher's top-k tokens to a file.
     """
 
     trainer_type = _Trainer

@@ -51,9 +51,9 @@ class Check:
 def run_doctor(*, json: bool = False) -> int:
     """Check this machine: versions, GPUs, Triton's compiler, NCCL, DeepSpeed, and each op against plain PyTorch.
 
-    Takes up to a minute, and changes nothing but Triton's cache of compiled kernels. The exit status is 0 if everything
-    that is needed works, and 1 if something is broken; optional packages do not count. A row is ok, slow (it works, but
-    something else would be faster), wrong or missing.
+    Takes up to a minute, and writes only to Triton's cache of compiled kernels. The exit status is 0 if everything
+    required works, and 1 if something is broken; optional packages do not count. A row is ok, slow (it works, but
+    another setup would be faster), wrong or missing.
 
     Args:
         json: Print one JSON object instead of a table.

@@ -1,4 +1,4 @@
-"""``lightning-liger inspect``: what is replaced in a model, the memory of training it, and what fits a GPU."""
+"""``lightning-liger inspect``: what is replaced in a model, the memory of training it, and what fits on a GPU."""
 
 import itertools
 import json as json_format
@@ -33,16 +33,16 @@ def run_inspect(
     gpu: GpuName | None = None,
     json: bool = False,
 ) -> int:
-    """Show what is replaced in a model, the memory of training it, and what fits a GPU.
+    """Show what is replaced in a model, the memory of training it, and what fits on a GPU.
 
     Needs no GPU, no weights and no network: a training step runs on PyTorch's meta device.
 
     Args:
         model: A folder with config.json, a name in the local Hugging Face cache, or an architecture such as llama.
-        config: Settings in place of the model's own, as in --config.hidden_size 4096.
+        config: Settings that override the model's, as in --config.hidden_size 4096.
         lora: Train adapters only, with these arguments of peft's LoraConfig, as in --lora.r 16.
-        batch_size: Rows on each GPU.
-        seq_len: Tokens of each row.
+        batch_size: Rows per GPU.
+        seq_len: Tokens per row.
         num_gpus: How many GPUs train together.
         strategy: By default single for one GPU and fsdp for more.
         precision: As of Lightning's Trainer; mixed ones with fsdp and deepspeed_stage_*.

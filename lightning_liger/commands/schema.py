@@ -37,7 +37,7 @@ _BASES: dict[str, Any] = {
 
 
 def run_schema(*, output: str | None = None) -> int:
-    """Write a JSON schema of the yaml files, with which editors complete options and mark mistakes.
+    """Write a JSON schema of the yaml files, with which editors complete options and mark errors.
 
     Args:
         output: The file to write, by default the screen. A yaml file names it in its first line:

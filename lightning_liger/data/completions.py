@@ -74,7 +74,7 @@ class PromptCompletionDataModule(_SupervisedDataModule):
     Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
 
     Args:
-        completion_only: Whether only tokens of completions are learned; otherwise those of prompts too.
+        completion_only: Whether the loss is over completion tokens only; otherwise over prompts too.
     """
 
     _fields = ("prompt", "completion", "instruction", "input", "output")
@@ -102,13 +102,13 @@ class ConversationDataModule(_SupervisedDataModule):
     """Conversations, as batches of :class:`~lightning_liger.data.SupervisedCollator`.
 
     A record has ``messages``, each with ``role`` and ``content``, or ``conversations`` in the format of ShareGPT
-    (``from`` and ``value``), and maybe ``tools`` and ``chat_template_kwargs``. The chat template renders them.
+    (``from`` and ``value``), and optionally ``tools`` and ``chat_template_kwargs``. The chat template renders them.
 
     Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
 
     Args:
-        train_on: "assistant" learns the messages of the assistant, with the tokens that end them; "last" the last of
-            them only; "all" every token. Chat templates with {% generation %} mark these messages themselves.
+        train_on: "assistant" trains on the assistant's messages, with the tokens that end them; "last" only on the
+            last of them; "all" on every token. Chat templates with {% generation %} mark these messages themselves.
     """
 
     _fields = ("messages", "conversations")

@@ -164,8 +164,8 @@ def inspect_model(
         model: As of :func:`~lightning_liger.estimate.models.find_config`.
         config: Settings in place of the model's own.
         lora: Arguments of peft's ``LoraConfig``, to train adapters only; None to train all parameters.
-        batch_size: Rows on each GPU.
-        seq_len: Tokens of each row.
+        batch_size: Rows per GPU.
+        seq_len: Tokens per row.
         num_gpus: How many GPUs train together.
         strategy: A name in :data:`~lightning_liger.estimate.states.STRATEGIES`; ``"single"`` or ``"fsdp"`` by default.
         precision: A name in :data:`~lightning_liger.estimate.states.PRECISIONS`.

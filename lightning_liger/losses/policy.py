@@ -1,4 +1,4 @@
-"""Policy-gradient losses of tokens: GRPO and its kin, as functions of log-probabilities.
+"""Policy-gradient losses of tokens: GRPO and its variants, as functions of log-probabilities.
 
 l is the log-probability of a token under the policy, old that at sampling time (l without gradient if there is none),
 ref that under a reference, A the advantage. r = exp(l - old), or for a whole completion the geometric mean of its

@@ -1,4 +1,4 @@
-""":class:`LigerMonitor`: speed, utilization, memory and data of a training."""
+""":class:`LigerMonitor`: speed, utilization, memory and data of a training run."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ from lightning_liger.patching.float8 import converted_layers, share_of
 _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
 _PATIENCE = 1.0
-"""Seconds for which the numbers of a training that was interrupted may arrive."""
+"""Seconds for which the numbers of an interrupted run may arrive."""
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_second": ("tok/s", short),
     "rows_per_second": ("rows/s", short),
@@ -60,9 +60,9 @@ class _Lap(NamedTuple):
 
 
 class LigerMonitor(L.Callback):
-    """Speed, utilization, memory, gradient norm and data of a training: in the progress bar, in loggers, on a page.
+    """Speed, utilization, memory, gradient norm and data of a training run: in the progress bar, in loggers, on a page.
 
-    Each logger of the Trainer gets ``monitor/NAME``, every ``every_n_steps`` steps, for the steps since the last time:
+    Each logger of the Trainer gets ``monitor/NAME``, every ``every_n_steps`` steps, for the steps since the last one:
 
     - ``tokens_per_second`` and ``tokens_per_second_per_device``, those of padding included, or ``rows_per_second`` of
       batches without tokens; ``step_seconds``
@@ -75,7 +75,7 @@ class LigerMonitor(L.Callback):
     - ``gradient_norm`` of the last step, before clipping
     - ``padding_share`` of the tokens, ``ignored_share`` of the labels, ``tokens`` in all
 
-    ``results`` has these for the whole training, and ``processes``, ``peak_memory_bytes``, ``logits_bytes_avoided``
+    ``results`` has these for the whole run, and ``processes``, ``peak_memory_bytes``, ``logits_bytes_avoided``
     (logits that were never allocated), ``num_fused_losses``, ``whole_logits`` and the metrics of the Trainer. A table
     of replacements is printed at the start, one of the results at the end, and a page is written with plots of them.
 
@@ -85,13 +85,13 @@ class LigerMonitor(L.Callback):
     with a page measures.
 
     Args:
-        every_n_steps: Optimizer steps between two times; by default the Trainer's ``log_every_n_steps``, or fewer in a
-            training of less than 20 times as many.
-        skip_steps: Steps at the start of each fit (compilation, allocation) that are left out of times.
-        gradient_norm: Whether to take the norm of gradients, once every ``every_n_steps`` steps. What clipping or
-            DeepSpeed has computed is not computed again.
+        every_n_steps: Optimizer steps between two reports; by default the Trainer's ``log_every_n_steps``, or fewer in
+            a run of less than 20 times as many.
+        skip_steps: Steps at the start of each fit (compilation, allocation) that are excluded from times.
+        gradient_norm: Whether to compute the gradient norm, every ``every_n_steps`` steps. A norm that clipping or
+            DeepSpeed has computed is reused.
         page: The HTML file to write, in the folder of the first logger if the path is relative, or in
-            ``default_root_dir`` without one; a URL that fsspec knows, too. None writes none.
+            ``default_root_dir`` without one; or a URL that fsspec supports. None writes none.
 
     Raises:
         TypeError: For an argument of another type.
@@ -496,7 +496,7 @@ def _logs_norm(trainer: L.Trainer) -> bool:
 
 @contextmanager
 def _telling(what: str) -> Iterator[None]:
-    """A context whose exception is told in one line: a training neither ends with it, nor with another than its own."""
+    """A context whose exception becomes a one-line warning: it neither ends a run nor replaces the run's exception."""
     try:
         yield
     except Exception as error:  # of a broken device, or of any file system

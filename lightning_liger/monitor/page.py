@@ -1,4 +1,4 @@
-"""The page at the end of a training: one HTML file with a table and plots, which needs nothing else.
+"""The page at the end of a training run: one HTML file with a table and plots, which needs nothing else.
 
 Plots are SVG whose colors are those of the page, so that they follow a light or dark theme.
 """

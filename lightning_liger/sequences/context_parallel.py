@@ -49,7 +49,7 @@ class ContextParallel:
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialized.
-        TypeError: If ``size`` is no integer.
+        TypeError: If ``size`` is not an integer.
         ValueError: If ``size`` is less than 1 or does not divide the number of processes.
     """
 
