@@ -2,7 +2,7 @@
 
 A teacher's distribution p is known on a support S of K token ids; q is the student's distribution over the whole
 vocabulary. All functions take ``[..., K]`` (or, for sampled tokens, ``[...]``) log-probabilities and return losses
-``[...]``, one per token: gradients are autograd's, on tensors of K numbers per token. ``P = sum_S p`` and ``Q = sum_S q``.
+``[...]``, one per token; gradients are autograd's, on K numbers per token. ``P = sum_S p`` and ``Q = sum_S q``.
 
 ==================  ====================================================================================================
 ``support_mode``    the distributions that are compared

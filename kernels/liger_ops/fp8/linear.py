@@ -1,6 +1,6 @@
 """Linear layers in float8: ``y = x W^T + bias`` and its gradients, of one layer or of several that share their input.
 
-x, W and the gradient g of y have a scale per row each (arXiv:2209.05433 for the format; a scale for each token and output
+x, W and the gradient g of y have a scale per row each (arXiv:2209.05433 for the format; a scale per token and output
 channel as in torchao's "rowwise"), and one payload each, from which both of its products are made:
 
     y = (x_q W_q^T) * x_scale[m] * w_scale[n]
