@@ -166,7 +166,7 @@ WRONG: list[tuple[Any, ...]] = [
     ("linear_token_loss", {"token_loss": returns(ONES(()))}, "one loss for each", "got a tensor of shape ()"),
     ("linear_token_loss", {"token_loss": returns(ONES(4, 1))}, "one loss for each", "got a tensor of shape (4, 1)"),
     ("linear_token_loss", {"token_loss": detached, "input": LEARNED}, "differentiable scores", "requires no gradient"),
-    ("linear_token_loss", {"token_loss": learned, "input": LEARNED}, "a gradient but the scores", "(4, 3)"),
+    ("linear_token_loss", {"token_loss": learned, "input": LEARNED}, "a gradient, except the scores", "(4, 3)"),
     (LABELS, {"target": TWO, "input": GROUPS}, "a sequence of tensors, one for each group", "shape (2,)"),
     (LABELS, {"target": [TWO], "input": GROUPS}, "a sequence of 2 tensors", "got [tensor"),
     (LABELS, {"target": [TWO, 3], "input": GROUPS}, "target[1] must be a tensor", "got 3"),
