@@ -114,7 +114,7 @@ WRONG: list[tuple[Any, ...]] = [
     ("cross_entropy", {"input": ONES(4, 0)}, "at least one class", "(4, 0)"),
     ("cross_entropy", {"target": ONES(4, 10), "token_weight": None}, "(4, 11)", "class probabilities", "(4, 10)"),
     ("cross_entropy", {"z_loss_weight": 0.1, **PROBABILITIES}, "target must be class indices", "float32"),
-    (ENTROPIES, {"token_weight": torch.full((4,), NAN)}, "no NaN but at ignored tokens", "got 4"),
+    (ENTROPIES, {"token_weight": torch.full((4,), NAN)}, "no NaN except at ignored tokens", "got 4"),
     (ENTROPIES, {"weight": torch.full((11,), NAN)}, "no NaN", "got 11"),
     (ENTROPIES, {"weight": ONES(11, requires_grad=True)}, *DETACH),
     (ENTROPIES, {"z_loss_weight": 0.1, "weight": ONES(11)}, "0 with class weights in a mean", "got 0.1"),
