@@ -31,7 +31,7 @@ _MODULES = {
     "train": (train, "a model within memory budgets, under each implementation"),
     "context": (context, "the longest sequences that fit"),
     "medusa": (medusa, "a model with Medusa's heads"),
-    "examples": (examples, "the stories of examples/ on one GPU"),
+    "examples": (examples, "the recipes of examples/ on one GPU"),
     "activations": (activations, "bytes that layers keep between forward and backward"),
     "convergence": (convergence, "losses with kernels and plans, and without"),
     "experts": (experts, "a layer of experts, forward and backward"),

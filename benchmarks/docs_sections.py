@@ -44,6 +44,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 STRATEGIES = ("liger", "liger_ddp", "liger_fsdp", "liger_model_parallel", "liger_deepspeed_stage_2")
 MEASURED = {
+    "training": ("train_llama3_8b_2xh200.jsonl", "train_llama3_8b_4xh200.jsonl"),
     "budgets": ("train_llama3_8b_h200.jsonl", "train_llama3_8b_2xh200.jsonl"),
     "batches": ("batches_2xh200.jsonl",),
     "context": ("context_h200.jsonl",),
@@ -58,6 +59,9 @@ MEASURED = {
 }
 """The files that sections are made from, where these are more than one or tests have others."""
 
+
+_BEFORE_OUR_ADAMW = {"train_llama3_8b_4xh200.jsonl"}
+"""Files that were measured with PyTorch's AdamW in all arms."""
 
 _RECIPES = {"": "", "_gw_hp": ", `high_precision_wgrad=True`", "_save": ', `save="fp8"`'}
 """Settings of float8 by the end of an implementation's name."""
@@ -113,11 +117,17 @@ def _number(value: float | None, form: str) -> str:
 _TRAINING_HEADER = ("strategy", "tokens/s per GPU", "peak GiB per GPU", "speed", "memory")
 
 
-def training(path: Path = RESULTS / "train_llama3_8b_2xh200.jsonl") -> str:
-    """Speed, memory and loss of each strategy on the same model."""
-    environment, rows = _rows(path)
-    header = (*_TRAINING_HEADER, f"loss, step {max(len(row.losses) for row in rows)}")
-    return _table(header, [_training_row(row, rows, environment) for row in rows])
+def training() -> str:
+    """Speed, memory and loss of each strategy on the same model, each compared within its run."""
+    table = []
+    for name in MEASURED["training"]:
+        environment, rows = _rows(RESULTS / name)
+        for row in rows:
+            ours = row.parsed_arm.is_ours and name not in _BEFORE_OUR_ADAMW
+            optimizer = "`liger_ops.optim.AdamW`" if ours else "PyTorch's fused AdamW"
+            arm, *cells = _training_row(row, rows, environment)
+            table.append((str(row.devices), arm, optimizer, *cells))
+    return _table(("GPUs", _TRAINING_HEADER[0], "optimizer", *_TRAINING_HEADER[1:], "final loss"), table)
 
 
 def scaling() -> str:
@@ -160,7 +170,14 @@ def batches(path: Path = RESULTS / MEASURED["batches"][0]) -> str:
         more = "" if largest is not mine[-1] else " or more"
         cells = f"{best.tokens_per_second:,.0f}", str(best.batch_size), _number(best.peak_gib, ".1f")
         table.append((DIMS[model].title, _arm(best, environment), *cells, f"{largest.batch_size}{more}"))
-    header = ("model", "strategy", "tokens/s per GPU", "at batch size", "peak GiB there", "largest batch size")
+    header = (
+        "model",
+        "strategy",
+        "tokens/s per GPU",
+        "fastest batch size",
+        "peak GiB at that size",
+        "largest batch size",
+    )
     return _table(header, table)
 
 
@@ -182,8 +199,8 @@ def context(path: Path = RESULTS / MEASURED["context"][0]) -> str:
                 _number(slope_mib(row, rows), ".2f"),
             )
         )
-    memory = ("peak GiB", "MiB per token beyond the states", "MiB per further token")
-    return _table(("strategy", "tokens", "tokens/s per GPU", "attention alone", *memory), table)
+    memory = ("peak GiB", "MiB per token beyond the states", "MiB per additional token")
+    return _table(("strategy", "tokens", "tokens/s per GPU", "attention's share", *memory), table)
 
 
 def context_limit() -> str:
@@ -200,22 +217,24 @@ def context_parallel() -> str:
         speed, peak = _number(row.tokens_per_second, ",.0f"), _number(row.peak_gib, ".1f")
         cells = speed, share, peak, _number(row.states_gib, ".1f"), _number(row.mib_per_token, ".2f")
         table.append((str(row.devices), f"{row.sequence_length:,}", *cells))
-    memory = ("peak GiB", "of which states", "MiB per token of a GPU")
-    return _table(("GPUs", "tokens", "tokens/s per GPU", "attention alone", *memory), table)
+    memory = ("peak GiB per GPU", "of which states", "MiB per local token")
+    return _table(("GPUs", "tokens", "tokens/s per GPU", "attention's share", *memory), table)
 
 
 def activations(path: Path = RESULTS / MEASURED["activations"][0]) -> str:
     """Bytes that layers keep between forward and backward."""
     found = read_activations(read_results(path).lines)
     names = dict.fromkeys(result.model for result in found)
-    return _table(("model", *TITLES.values(), "of all stored"), [activation_cells(name, found) for name in names])
+    return _table(
+        ("model", *TITLES.values(), "relative to all stored"), [activation_cells(name, found) for name in names]
+    )
 
 
 def convergence(path: Path = RESULTS / MEASURED["convergence"][0]) -> str:
     """Distances of losses with kernels and plans from those of stock runs."""
     groups, _ = read_convergence(read_results(path).lines)
     runs = list(dict.fromkeys(curve.run for group in groups for curve in group if curve.run not in STOCK))
-    header = ("architecture", "dtype", "last loss", "noise", *runs)
+    header = ("architecture", "dtype", "final loss", "noise", *runs)
     return _table(header, [convergence_cells(group, runs) for group in groups])
 
 
@@ -316,7 +335,7 @@ def loss() -> str:
         label = ", ".join(re.findall(r"\d+", sizes)) + (f"; {ignored}" if ignored else "")
         cells = [f"{found[name].time_ms:.1f} / {found[name].peak_mib:,.0f}" for name in contenders]
         rows.append((label, f"{found['products'].time_ms:.1f}", *cells))
-    return _table(("tokens, hidden size, vocabulary", "three products", *contenders.values()), rows)
+    return _table(("tokens, hidden size, vocabulary", "three matrix products", *contenders.values()), rows)
 
 
 def ops() -> str:
@@ -413,7 +432,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
         for section in (context, context_limit, context_parallel, activations, convergence, convergence_text)
     },
-    **{f"docs/losses.md: {section.__name__}": ("docs/losses.md", section) for section in (losses, medusa)},
+    **{f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section) for section in (losses, medusa)},
     "docs/inspect.md: estimates": ("docs/inspect.md", estimates),
     "docs/how_it_works.md: classes": ("docs/how_it_works.md", classes),
 }

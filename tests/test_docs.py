@@ -77,7 +77,7 @@ def test_files_and_headings_that_a_page_names_exist(page: Path) -> None:
     ("name", "pattern", "roots"),
     [
         ("how_it_works.md", r"(?<![\w/.<])(?:\w+/)+(?:\w+\.py)?", ("", "lightning_liger", "kernels", "docs")),
-        ("measured.md", r"`(\w+(?:\.jsonl|/))`", ("benchmarks/results",)),
+        ("benchmarks.md", r"`(\w+(?:\.jsonl|/))`", ("benchmarks/results", "kernels/liger_ops")),
         ("../README.md", r"(?:examples|benchmarks/results|docs)/[\w./]+\.(?:yaml|png|md)", ("",)),
     ],
 )
@@ -106,14 +106,16 @@ def test_pages_have_every_strategy_and_every_type_of_loss() -> None:
     assert [name for name in sorted({*types, *KINDS, *MODES}) if f"`{name}`" not in PAGES[DOCS / "losses.md"]] == []
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation_or_linked_from_contributing() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     named = re.findall(r"[\w/]+(?:\.md|/)(?=['\]}])", str(site["nav"]))
     assert {"index.md", "examples/", "api/", "contributing/index.md"} <= set(named)
+    for page in (hidden := site["not_in_nav"].split()):
+        assert f"(docs/{page})" in PAGES[ROOT / "CONTRIBUTING.md"], page
     linked = re.findall(r"\]\((\w+\.md)\)", PAGES[DOCS / "examples" / "index.md"])
     named += ["examples/index.md", *(f"examples/{page}" for page in linked)]
     pages = {str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)}
-    assert sorted(pages - set(named)) == []
+    assert sorted(pages - {*named, *hidden}) == []
 
 
 def _messages() -> Iterator[str]:

@@ -200,7 +200,7 @@ def table(found: Sequence[Kept]) -> Table:
     grid.add_column("model")
     for contender in CONTENDERS:
         grid.add_column(TITLES[contender], justify="right")
-    grid.add_column("of all stored", justify="right")
+    grid.add_column("relative to all stored", justify="right")
     for name in dict.fromkeys(result.model for result in found):
         grid.add_row(*cells(name, found))
     return grid

@@ -312,7 +312,7 @@ def table(found: Sequence[Sequence[Curve]]) -> Table:
         " noise",
         title_justify="left",
     )
-    for column in ("architecture", "dtype", "last loss", "noise", *runs):
+    for column in ("architecture", "dtype", "final loss", "noise", *runs):
         grid.add_column(column, justify="left" if column in ("architecture", "dtype") else "right")
     for group in found:
         grid.add_row(*cells(group, runs))

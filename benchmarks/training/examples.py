@@ -1,4 +1,4 @@
-"""``examples``: the stories of ``examples/`` on a GPU, with the dimensions of Llama 3.2 1B.
+"""``examples``: the recipes of ``examples/`` on a GPU, with the dimensions of Llama 3.2 1B.
 
 Each example trains a few steps: the yaml files through the command line, the Fabric loop by its functions. That shows
 that it runs at a real size, and how fast and in how much memory. Those on the small files in ``examples/data`` have
@@ -321,7 +321,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
     grid = Table(title="Examples", title_justify="left")
     for column in ("example", "module"):
         grid.add_column(column)
-    for column in ("parameters", "tokens/step", "step ms", "tokens/s", "peak GiB", "first loss", "last loss"):
+    for column in ("parameters", "tokens/step", "step ms", "tokens/s", "peak GiB", "first loss", "final loss"):
         grid.add_column(column, justify="right", no_wrap=True)
     for record in records:
         if "error" in record:

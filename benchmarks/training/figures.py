@@ -251,7 +251,7 @@ def _curves(rows: Sequence[Row], where: str) -> Figure:
     for axes in (losses, differences):
         axes.set_xlabel("step")
         axes.grid(linewidth=0.4, alpha=0.6)
-    tokens = f"{rows[0].batch_size} x {rows[0].sequence_length} tokens a step"
+    tokens = f"{rows[0].batch_size} x {rows[0].sequence_length} tokens per step"
     return _finish(figure, f"The dimensions of {_title(rows[0])}, Python's standard library, {tokens}; {where}")
 
 

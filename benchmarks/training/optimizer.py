@@ -109,7 +109,7 @@ def cells(step: Step) -> tuple[str, ...]:
     return title, step.dtype, TITLES[step.contender], number(step.step_ms, ".2f"), number(ratio, ".2f")
 
 
-HEADER = ("model", "dtype", "AdamW", "step ms", "times the floor")
+HEADER = ("model", "dtype", "AdamW", "step ms", "multiple of the floor")
 
 
 def table(steps: Sequence[Step]) -> Table:

@@ -1,4 +1,4 @@
-"""Writes the small data files of this folder: sums, words, stories, images, a tokenizer, a teacher's likeliest tokens.
+"""Writes the small data files of this folder: sums, words, stories, images, a tokenizer, a teacher's top-k tokens.
 
 python examples/data/make.py
 """

@@ -1,4 +1,4 @@
-"""How outputs of ops can be made again, for those who would rather compute them twice than keep them for backward.
+"""How to recompute outputs of ops in backward instead of keeping them.
 
 An op tells the listener of its thread, if there is one, which function made its output from which arguments. The ops
 here cost a few reads and writes of memory, and their inputs are saved for backward in any case.

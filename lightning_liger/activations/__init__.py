@@ -1,1 +1,1 @@
-"""Activations between forward and backward: cheap ones are made again, layers recomputed or offloaded as planned."""
+"""Activations between forward and backward: cheap ones and layers are recomputed, or offloaded, as planned."""

@@ -59,7 +59,7 @@ class _Call:
                 result = self.function(*(arg.get() if isinstance(arg, Kept | Recomputed) else arg for arg in self.args))
             self.outputs = outputs = result if isinstance(result, tuple) else (result,)
             if [_layout(each) for each in outputs] != self.layouts:
-                raise RuntimeError(f"{self.function.__name__} made outputs of another layout than in forward")
+                raise RuntimeError(f"{self.function.__name__} returned outputs with a different layout than in forward")
         return outputs  # not the attribute, which another thread's backward may empty meanwhile
 
 
@@ -97,7 +97,7 @@ class _Made:
         self.num_writes = output._version
         self.is_counted = False
         self.writes: Tensor | None = None
-        """A tensor without memory that counts the same writes, if casts of the output are made again."""
+        """A tensor without memory that counts the same writes, if casts of the output are recomputed."""
 
     def again(self, tensor: Tensor) -> Recomputed:
         """What makes ``tensor``, a view of the output, again."""
@@ -107,7 +107,7 @@ class _Made:
 class CheapTensors:
     """Decides for each tensor that autograd saves in one run of a layer whether to keep it or how to make it.
 
-    Under autocast on ``device_type``, casts of outputs are made again too. Without ``drops``, tensors are only counted.
+    Under autocast on ``device_type``, casts of outputs are recomputed too. Without ``drops``, tensors are only counted.
     """
 
     def __init__(self, device_type: str, drops: bool = True) -> None:

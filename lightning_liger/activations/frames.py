@@ -21,7 +21,7 @@ from lightning_liger.activations.cheap import CheapTensors, Kept, count_writes, 
 from lightning_liger.activations.offload import Offloaded
 
 _MAX_COPIED = 1024
-_SAME = "activation checkpointing needs a forward that does the same each time it runs"
+_SAME = "activation checkpointing needs a deterministic forward"
 
 
 class Surroundings:
@@ -66,8 +66,8 @@ class _LayerState:
         for _, name, buffer, num_writes, copy in self._buffers:
             if copy is buffer and count_writes(buffer) != num_writes:
                 raise RuntimeError(
-                    f"a layer writes to its buffer {name!r} of {buffer.dtype} and shape {list(buffer.shape)}, whose"
-                    " former values it would need again: it cannot be recomputed in backward. Leave it out of"
+                    f"a layer modifies its buffer {name!r} of {buffer.dtype} and shape {list(buffer.shape)}, whose"
+                    " previous values its recomputation needs: it cannot be recomputed in backward. Exclude it from"
                     " activation checkpointing"
                 )
 
@@ -145,8 +145,8 @@ class Frame:
             outputs = self._run(*args, **kwargs)
         if any(count_writes(tensor) != num_writes for tensor, num_writes in inputs):
             raise RuntimeError(
-                "a layer writes to one of its inputs, which it would need again: it cannot be recomputed in backward."
-                " Leave it out of activation checkpointing"
+                "a layer modifies one of its inputs, which its recomputation needs: it cannot be recomputed in"
+                " backward. Exclude it from activation checkpointing"
             )
         self._state.check()
         return outputs

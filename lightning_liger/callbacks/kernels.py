@@ -20,7 +20,7 @@ from lightning_liger.strategies.parts.kernels import Kernels
 class LigerCallback(L.Callback):
     """Applies fused kernels to the module of a Trainer with any strategy, and controls how its layers run.
 
-    Both is done after the module's ``configure_model``, before the strategy wraps the module.
+    Both are done after the module's ``configure_model``, before the strategy wraps the module.
 
     Args:
         kernels: As in :func:`~lightning_liger.apply_liger_kernels`.

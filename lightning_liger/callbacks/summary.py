@@ -6,7 +6,7 @@ from lightning_liger.monitor import LigerMonitor
 
 
 class Summary(LigerMonitor):
-    """Measures trainings whose settings have no monitor. Of a class of its own, as checkpoints hold one state of each.
+    """Measures runs whose settings have no monitor. Of a class of its own, as checkpoints hold one state of each.
 
     Args:
         skip_steps: Steps at the start (compilation, allocation) that are left out of the speed.
@@ -23,7 +23,7 @@ class TrainingSummary(Summary):
         skip_steps: As of :class:`~lightning_liger.LigerMonitor`.
 
     Raises:
-        TypeError: If ``skip_steps`` is no integer.
+        TypeError: If ``skip_steps`` is not an integer.
         ValueError: If ``skip_steps`` is negative.
     """
 

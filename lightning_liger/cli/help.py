@@ -12,14 +12,14 @@ from lightning_liger.cli.messages import PROGRAM
 SUBCOMMANDS = {
     "Train": {
         "fit": "Train a model with the settings of one or more yaml files.",
-        "validate": "Measure a model on the validation data.",
-        "test": "Measure a model on the test data, which fit never reads.",
+        "validate": "Evaluate a model on the validation data.",
+        "test": "Evaluate a model on the test data, which fit never reads.",
         "predict": "Continue a prompt with a trained model.",
     },
     "Models": {
         "inspect": "Show what kernels replace in a model, and estimate its memory.",
         "export": "Write a checkpoint's weights to a Hugging Face folder.",
-        "teacher_topk": "Write a teacher's likeliest tokens to a file, to distil from.",
+        "teacher_topk": "Write a teacher's top-k tokens to a file, for distillation.",
     },
     "Tools": {
         "doctor": "Check this machine: versions, GPUs, and each kernel.",
@@ -45,7 +45,7 @@ logits, from a yaml file.
 {groups}Options of each: {PROGRAM} SUBCOMMAND --help
 
 First steps:
-  {PROGRAM} init                     # lists the stories
+  {PROGRAM} init                     # lists the recipes
   {PROGRAM} init sft                 # writes sft.yaml and its data
   {PROGRAM} fit --config sft.yaml    # trains on a GPU, or on a CPU"""
 
@@ -58,7 +58,7 @@ def plain(text: str) -> str:
 
 _HEADINGS = {
     "Runs the full": "Checkpoint to resume from",
-    "Perform one evaluation": "Checkpoint to measure",
+    "Perform one evaluation": "Checkpoint to evaluate",
     "Run inference": "Checkpoint to predict with",
     "Write ": "Input and output",
 }

@@ -83,7 +83,7 @@ class _Names:
         elif not key.endswith("help") and key not in ("print_config", "config"):
             groups = {name.partition(".")[0] for name in self._names}
             hint = closest(key, self._names if "." in key else groups) or closest(key.partition(".")[0], groups)
-            yield f"{key} is no option{hint}"
+            yield f"{key} is not an option{hint}"
 
     def _for_class(self, key: str, value: Any) -> Iterator[str]:
         """The mistakes in a class with options."""
@@ -101,11 +101,11 @@ class _Names:
             for name, given in options.items():
                 first = str(name).partition(".")[0]
                 if first not in names:
-                    yield f"{key}.{name} is no option of {found.__name__}{closest(first, names)}"
+                    yield f"{key}.{name} is not an option of {found.__name__}{closest(first, names)}"
                 elif first == name:
                     yield from _wrong_value(f"{key}.{name}", hints.get(name), given)
         elif path is None and key == "trainer.strategy":
-            yield f"{key} must be a class where it has options, such as lightning_liger.LigerFSDPStrategy"
+            yield f"{key} must be a class if it has options, such as lightning_liger.LigerFSDPStrategy"
 
 
 def _find_class(key: str, path: str) -> type | str:

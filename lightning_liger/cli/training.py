@@ -61,7 +61,7 @@ class _Trainer(L.Trainer):
             if state := _contents(Path(ckpt_path), weights_only).get(type(datamodule).__qualname__):
                 datamodule.load_state_dict(state)
             else:
-                rank_zero_warn(f"{ckpt_path} holds no tokenizer: that of the data settings is written.")
+                rank_zero_warn(f"{ckpt_path} contains no tokenizer: writing that of the data settings.")
                 datamodule.prepare_data()
                 datamodule.setup("predict")
             options["tokenizer"] = datamodule.text_tokenizer
@@ -79,15 +79,15 @@ class _Trainer(L.Trainer):
         proposal_temperature: float = 1.0,
         dtype: Literal["float32", "float16"] = "float32",
     ) -> None:
-        """Write the likeliest tokens of a pretrained teacher, for each token of the training data, to a file.
+        """Write the top-k tokens of a pretrained teacher, for each token of the training data, to a file.
 
         Args:
             model: The teacher, a LigerCausalLM with ``pretrained``.
             datamodule: Its training batches are read once, on one device.
             output: The file to write; its name ends in .safetensors.
-            top_k: How many ids are kept for each token.
+            top_k: How many ids are kept per token.
             temperature: Divides the logits.
-            num_samples: Keeps ids that are sampled this often, with repetition, in place of the likeliest ones.
+            num_samples: Keeps ids from this many samples, with repetition, instead of the top-k.
             proposal_temperature: Of the distribution that is sampled from.
             dtype: Of the log-probabilities in the file.
         """
@@ -128,8 +128,8 @@ _TITLES = {
     "model": "Model: options of a class are listed by --model.help CLASS, such as LigerCausalLM",
     "data": "Data: options of a class are listed by --data.help CLASS, such as TextDataModule",
     "summary": "Summary at the end of training",
-    "optimizer": "Optimizer, in place of the module's own",
-    "lr_scheduler": "Schedule of the learning rate, in place of the module's own",
+    "optimizer": "Optimizer, instead of the module's own",
+    "lr_scheduler": "Schedule of the learning rate, instead of the module's own",
 }
 """The groups of options in the help."""
 
@@ -137,7 +137,7 @@ _TITLES = {
 def _described(subcommand: str) -> dict[str, Any]:
     (text,) = (names[subcommand] for names in SUBCOMMANDS.values() if subcommand in names)
     usage = f"{PROGRAM} {subcommand} --config FILE [--config FILE ...] [options]"
-    text += " Later files and options win over earlier ones."
+    text += " Later files and options override earlier ones."
     return {"description": text, "usage": usage, "exit_on_error": False}
 
 
@@ -147,7 +147,7 @@ class LigerCLI(LightningCLI):
     Adds :class:`~lightning_liger.LigerMonitor` without a page (``--summary.*``), unless the settings have one.
     ``trainer.devices: auto`` means all GPUs or, without any, two CPU processes; with ``predict`` and the strategy
     ``liger`` it means one device. ``export`` writes a checkpoint to a Hugging Face folder, on any machine, and
-    ``teacher_topk`` a teacher's likeliest tokens to a file.
+    ``teacher_topk`` a teacher's top-k tokens to a file.
     """
 
     trainer_type = _Trainer
@@ -276,7 +276,7 @@ def _check_engine(trainer: Namespace) -> None:
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available() and not MPSAccelerator.is_available():
         raise ValueError(
             f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "
-            "and --trainer.accelerator=cpu does without one"
+            "and --trainer.accelerator=cpu trains without one"
         )
 
 

@@ -70,12 +70,12 @@ def run_bench(
 
     Args:
         arms: Kernels "off" (no kernel, whole logits), "on" (the settings as they are), or "off,on".
-        memory_budget: Further arms with kernels on, one for each budget: "auto", a share of the GPU's memory up to 1,
+        memory_budget: Additional arms with kernels on, one per budget: "auto", a share of the GPU's memory up to 1,
             or GiB above 1, such as "auto,0.5,60".
         steps: Optimizer steps that are measured.
         warm_up: Optimizer steps before them; kernels compile and memory budgets are planned in the first ones.
         output: The folder to write to.
-        time_limit: Seconds after which an arm is ended.
+        time_limit: Seconds after which an arm is stopped.
         json: Print one JSON object instead of the table.
     """
     chosen = _parse_arms(arms, memory_budget)
@@ -98,7 +98,7 @@ def run_bench(
     if json:
         print(text)
     else:
-        _print(rows, f"{agreement}\nLogs and numbers: {folder}/".strip())
+        _print(rows, f"{agreement}\nLogs and results: {folder}/".strip())
     return int(not agrees or any(row["status"] == "failed" for row in rows))
 
 
@@ -130,7 +130,7 @@ def measure(arm: dict[str, Any], fit_options: Sequence[str], folder: Path, time_
         try:
             process.wait(time_limit)
         except subprocess.TimeoutExpired:
-            failure = f"not done within {time_limit:g} seconds"
+            failure = f"not finished within {time_limit:g} seconds"
         finally:
             with contextlib.suppress(ProcessLookupError):  # it and those that it started have ended
                 os.killpg(process.pid, signal.SIGKILL)

@@ -51,15 +51,15 @@ class Check:
 def run_doctor(*, json: bool = False) -> int:
     """Check this machine: versions, GPUs, Triton's compiler, NCCL, DeepSpeed, and each op against plain PyTorch.
 
-    Takes up to a minute, and changes nothing but Triton's cache of compiled kernels. The exit status is 0 if everything
-    that is needed works, and 1 if something is broken; optional packages do not count. A row is ok, slow (it works, but
-    something else would be faster), wrong or missing.
+    Takes up to a minute, and writes only to Triton's cache of compiled kernels. The exit status is 0 if everything
+    required works, and 1 if something is broken; optional packages do not count. A row is ok, slow (it works, but
+    another setup would be faster), wrong or missing.
 
     Args:
         json: Print one JSON object instead of a table.
     """
     if sys.stderr.isatty():
-        print("Looking at this machine, for up to a minute ...", file=sys.stderr)
+        print("Checking this machine, for up to a minute ...", file=sys.stderr)
     start = time.monotonic()
     checks = examine(start + TIME_LIMIT)
     seconds, broken = time.monotonic() - start, [check.name for check in checks if check.is_broken]
@@ -75,7 +75,7 @@ def run_doctor(*, json: bool = False) -> int:
             color, plain = (f"\033[{_COLORS[check.status]}m", "\033[0m") if sys.stdout.isatty() else ("", "")
             hint = f"\n{' ' * (width + 11)}-> {check.hint}" if check.hint else ""
             print(f"  {check.name:{width}}{color}{check.status:9}{plain}{check.detail}{hint}")
-    verdict = f"{len(broken)} broken: {', '.join(broken)}" if broken else "Everything that is needed works."
+    verdict = f"{len(broken)} broken: {', '.join(broken)}" if broken else "Everything required works."
     print(f"\n{verdict} ({seconds:.0f} s)")
     return status
 
@@ -102,7 +102,7 @@ def probe(name: str, end: float) -> list[Check]:
             return list(found.values())
         if not rows or not rows[-1]["detail"].endswith(_DIED):
             group = "Packages" if name == "packages" else "Hardware"
-            return [*found.values(), Check(group, "process", "wrong", failure, "see the rows of packages", True)]
+            return [*found.values(), Check(group, "process", "wrong", failure, "see the rows on packages", True)]
         last, check = found.popitem()
         found[last] = replace(check, detail=f"{check.detail}{failure}")
 
@@ -119,7 +119,7 @@ def run(command: Sequence[str], end: float) -> tuple[list[dict[str, Any]], str]:
         if done.returncode < 0:
             failure = f"the process died: {signal.Signals(-done.returncode).name}"
         elif done.returncode > 0:
-            failure = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300] or "no last words"
+            failure = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300] or "no output"
     except subprocess.TimeoutExpired as late:
         done, failure = late, "no result in time"
     lines = (done.stdout or b"").splitlines(keepends=True)
@@ -194,7 +194,7 @@ def machine() -> Iterator[Check]:
         found = torch.cuda.get_device_properties(index)
         free, total = (size / _GIB for size in torch.cuda.mem_get_info(index))
         detail = f"{found.name}, compute capability {found.major}.{found.minor}, {total:.1f} GiB, {free:.0f} GiB free"
-        hint = "" if found.major >= 8 else "it has no bfloat16: use precision 16-mixed or 32-true"
+        hint = "" if found.major >= 8 else "it does not support bfloat16: use precision 16-mixed or 32-true"
         yield Check("Hardware", f"GPU {index}", "slow" if hint else "ok", detail, hint)
     yield Check("Hardware", "torch built for", "ok", built_for)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and dist.is_nccl_available() else ""
@@ -258,7 +258,7 @@ def _check_part(part: str, end: float) -> Iterator[Check]:
     while names:
         rows, failure = run([sys.executable, "-m", "liger_ops.self_check", *names], end)
         if not rows:
-            yield Check("Ops", "self-checks", "wrong", failure or "no result", "see the rows of packages", True)
+            yield Check("Ops", "self-checks", "wrong", failure or "no result", "see the rows on packages", True)
             return
         names = rows[0]["ops"]
         for op, results in itertools.groupby(rows[1:], lambda result: str(result["op"])):
@@ -266,7 +266,7 @@ def _check_part(part: str, end: float) -> Iterator[Check]:
             names.remove(op)
         if time.monotonic() >= end:
             hint = "compiled kernels are cached: run it again"
-            yield from (Check("Ops", op, "slow", "not done in time", hint, is_broken=True) for op in names)
+            yield from (Check("Ops", op, "slow", "not finished in time", hint, is_broken=True) for op in names)
             return
         if names and (failure or len(rows) == 1):
             yield Check("Ops", names.pop(0), "wrong", failure or "no result", is_broken=True)

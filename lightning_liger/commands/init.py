@@ -1,4 +1,4 @@
-"""``lightning-liger init STORY``: a commented yaml to start from, with the data that it reads.
+"""``lightning-liger init RECIPE``: a commented yaml to start from, with the data that it reads.
 
 The yaml files are those of ``examples/``, which are data of this package.
 """
@@ -17,27 +17,27 @@ _PATH = re.compile(r"(?<!docs/)\bexamples/([\w./-]*\w)")
 _MODULE = re.compile(r"\bexamples\.(\w+)")
 
 
-def run_init(story: str | None = None, *, output: str | None = None) -> int:
-    """Write a commented yaml to start from, with the data that it reads, or list the stories.
+def run_init(recipe: str | None = None, *, output: str | None = None) -> int:
+    """Write a commented yaml to start from, with the data that it reads, or list the recipes.
 
     Args:
-        story: The name of a story, such as ``sft``; without one, all are listed.
-        output: The yaml file to write, by default STORY.yaml in this folder. Data is written next to it.
+        recipe: The name of a recipe, such as ``sft``; without one, all are listed.
+        output: The yaml file to write, by default RECIPE.yaml in this folder. Data is written next to it.
     """
-    found = stories()
-    if story is None:
+    found = recipes()
+    if recipe is None:
         width = 2 + max(map(len, found))
         wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent=" " * (2 + width))
-        print("Stories:")
+        print("Recipes:")
         for name in sorted(found):
             wrapper.initial_indent = f"  {name:{width}}"
             print(wrapper.fill(found[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")))
-        print(f"\nWrite one: {PROGRAM} init STORY [--output FILE]")
+        print(f"\nWrite one: {PROGRAM} init RECIPE [--output FILE]")
         return 0
-    if story not in found:
-        raise ValueError(f"story must be one that `{PROGRAM} init` lists, got {story!r}{closest(story, found)}")
-    output = f"{story}.yaml" if output is None else output
-    written, path = write_story(found[story], output), Path(output)
+    if recipe not in found:
+        raise ValueError(f"recipe must be one that `{PROGRAM} init` lists, got {recipe!r}{closest(recipe, found)}")
+    output = f"{recipe}.yaml" if output is None else output
+    written, path = write_recipe(found[recipe], output), Path(output)
     folders = collections.Counter(file.parent for file in written)
     names = dict.fromkeys(file if folders[file.parent] < 5 else file.parent for file in written if file != path)
     for each in (path, *names):
@@ -46,14 +46,14 @@ def run_init(story: str | None = None, *, output: str | None = None) -> int:
     return 0
 
 
-def stories() -> dict[str, Path]:
+def recipes() -> dict[str, Path]:
     """The yaml files of ``examples/``, and those of folders in it that have the name of their folder, by name."""
     paths = [*EXAMPLES.glob("*.yaml"), *(path for path in EXAMPLES.glob("*/*.yaml") if path.stem == path.parent.name)]
     return {path.stem: path for path in sorted(paths)}
 
 
-def write_story(story: Path, output: str) -> list[Path]:
-    """Writes the yaml ``story`` to ``output``, and the files of ``examples/`` that it names next to it.
+def write_recipe(recipe: Path, output: str) -> list[Path]:
+    """Writes the yaml ``recipe`` to ``output``, and the files of ``examples/`` that it names next to it.
 
     Returns the files written. Data that is there already with the same contents is left as it is.
     """
@@ -61,11 +61,11 @@ def write_story(story: Path, output: str) -> list[Path]:
     file, folder = Path(output), Path(output).parent
     if file.suffix not in (".yaml", ".yml"):
         raise ValueError(f"output must be the name of a yaml file, got {output!r}")
-    text = story.read_text(encoding="utf-8")
+    text = recipe.read_text(encoding="utf-8")
     if _MODULE.search(text) and folder.resolve() != Path.cwd():
         raise ValueError(f"output must be in this folder, whose Python code the yaml names, got {output!r}")
-    files = {file: _moved(text, folder, {story.relative_to(EXAMPLES).as_posix(): file}).encode()}
-    for source in sorted(_named_files(text, seen={story})):
+    files = {file: _moved(text, folder, {recipe.relative_to(EXAMPLES).as_posix(): file}).encode()}
+    for source in sorted(_named_files(text, seen={recipe})):
         is_text = source.suffix in (".py", ".yaml")
         content = _moved(source.read_text(encoding="utf-8"), folder, {}).encode() if is_text else source.read_bytes()
         files[folder / source.relative_to(EXAMPLES)] = content

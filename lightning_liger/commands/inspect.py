@@ -1,4 +1,4 @@
-"""``lightning-liger inspect``: what is replaced in a model, the memory of training it, and what fits a GPU."""
+"""``lightning-liger inspect``: what is replaced in a model, the memory of training it, and what fits on a GPU."""
 
 import itertools
 import json as json_format
@@ -33,16 +33,16 @@ def run_inspect(
     gpu: GpuName | None = None,
     json: bool = False,
 ) -> int:
-    """Show what is replaced in a model, the memory of training it, and what fits a GPU.
+    """Show what is replaced in a model, the memory of training it, and what fits on a GPU.
 
     Needs no GPU, no weights and no network: a training step runs on PyTorch's meta device.
 
     Args:
         model: A folder with config.json, a name in the local Hugging Face cache, or an architecture such as llama.
-        config: Settings in place of the model's own, as in --config.hidden_size 4096.
+        config: Settings that override the model's, as in --config.hidden_size 4096.
         lora: Train adapters only, with these arguments of peft's LoraConfig, as in --lora.r 16.
-        batch_size: Rows on each GPU.
-        seq_len: Tokens of each row.
+        batch_size: Rows per GPU.
+        seq_len: Tokens per row.
         num_gpus: How many GPUs train together.
         strategy: By default single for one GPU and fsdp for more.
         precision: As of Lightning's Trainer; mixed ones with fsdp and deepspeed_stage_*.
@@ -77,7 +77,7 @@ def show(found: Inspection, console: Console) -> None:
     where += "" if settings.strategy == "single" else f", {STRATEGIES[settings.strategy].title}"
     parameters = f"{found.model_type}, {_count(found.num_parameters)} parameters{trained}"
     console.print(f"[bold]{escape(found.model)}[/bold] ({parameters})", highlight=False)
-    tokens = f"{settings.batch_size} x {settings.seq_len:,} tokens on each GPU"
+    tokens = f"{settings.batch_size} x {settings.seq_len:,} tokens per GPU"
     console.print(
         f"{tokens}, {where}, {settings.precision}{', float8' if settings.fp8 else ''}, {settings.optimizer}\n",
         highlight=False,
@@ -88,11 +88,11 @@ def show(found: Inspection, console: Console) -> None:
         console.print(_memory(found))
         most = {row.implementation: _gib(row.logits_bytes) for row in found.rows}
         sizes = ", ".join(f"{size} with {name}" for name, size in most.items())
-        texts.append(f"Logits and loss take at most: {sizes}.")
+        texts.append(f"Peak of logits and loss: {sizes}.")
     else:
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in found.state_bytes.items())
         reason = f"the forward of {found.model_type} does not run on the meta device ({found.unknown})"
-        texts.append(f"GiB of each GPU: {parts}. Activations and logits are unknown: {reason}.")
+        texts.append(f"GiB per GPU: {parts}. Activations and logits are unknown: {reason}.")
     budget = settings.memory_budget
     name = f"plan of memory_budget={budget if isinstance(budget, str) else f'{budget:g}'}" if budget else ""
     plan = next((row for row in found.rows if row.plan), None)
@@ -102,7 +102,7 @@ def show(found: Inspection, console: Console) -> None:
     for text in texts:
         console.print(text, highlight=False, markup=False)
     if found.fits and found.gpu is not None and found.limit_bytes is not None:
-        table = _table(f"What fits {found.gpu.name}: {_gib(found.limit_bytes)} GiB of tensors", "Layers")
+        table = _table(f"What fits on {found.gpu.name}: {_gib(found.limit_bytes)} GiB of tensors", "Layers")
         table.add_column(f"Longest seq_len\n(batch_size {settings.batch_size})", justify="right")
         table.add_column(f"Largest batch_size\n(seq_len {settings.seq_len})", justify="right")
         for fit in found.fits:
@@ -116,7 +116,7 @@ def show(found: Inspection, console: Console) -> None:
 def _memory(found: Inspection) -> Table:
     sizes = [Column(name.capitalize(), justify="right", no_wrap=True) for name in _COLUMNS]
     total = Column("Total", justify="right", style="bold", no_wrap=True)
-    table = _table("GiB of each GPU at the peak of a step", Column("Layers", no_wrap=True), *sizes, total)
+    table = _table("GiB per GPU at the peak of a step", Column("Layers", no_wrap=True), *sizes, total)
     if found.limit_bytes is not None:
         table.add_column("Fits")
     for implementation, rows in itertools.groupby(found.rows, lambda row: row.implementation):

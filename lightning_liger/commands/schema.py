@@ -37,7 +37,7 @@ _BASES: dict[str, Any] = {
 
 
 def run_schema(*, output: str | None = None) -> int:
-    """Write a JSON schema of the yaml files, with which editors complete options and mark mistakes.
+    """Write a JSON schema of the yaml files, with which editors complete options and mark errors.
 
     Args:
         output: The file to write, by default the screen. A yaml file names it in its first line:
@@ -66,7 +66,7 @@ def make_schema() -> dict[str, Any]:
         # Some need what others may leave out, such as ckpt_path.
         found = schema.options(LigerCLI.trainer_type, subcommand, skipped) | found
     seed = schema.for_type(bool | int)
-    found["seed_everything"] = {**seed, "description": "Seed of all random numbers; true draws one."}
+    found["seed_everything"] = {**seed, "description": "Seed of all random number generators; true draws one."}
     found |= {"trainer": _object(schema.options(L.Trainer)), "summary": _object(schema.options(Summary))}
     found |= {name: schema.for_type(base | None) for name, base in _BASES.items()}
     return {"$schema": _DRAFT, "title": "lightning-liger", **_object(found), "definitions": schema.definitions}

@@ -57,7 +57,7 @@ class _SupervisedDataModule(ExamplesDataModule):
             input_ids, loss_mask = self._tokens(record, each)
             learned = np.flatnonzero(loss_mask[1:]) + 1  # nothing predicts the first token
             if not len(learned):
-                raise record.error("there is no token to learn after the first token of the sequence")
+                raise record.error("there is no token to train on after the first token of the sequence")
             places.append((learned[0], len(input_ids) - learned[-1]))
             example[f"{prefix}input_ids"] = ids(input_ids)
             example[f"{prefix}loss_mask"] = np.asarray(loss_mask, dtype=np.uint8)
@@ -74,7 +74,7 @@ class PromptCompletionDataModule(_SupervisedDataModule):
     Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
 
     Args:
-        completion_only: Whether only tokens of completions are learned; otherwise those of prompts too.
+        completion_only: Whether the loss is over completion tokens only; otherwise over prompts too.
     """
 
     _fields = ("prompt", "completion", "instruction", "input", "output")
@@ -102,13 +102,13 @@ class ConversationDataModule(_SupervisedDataModule):
     """Conversations, as batches of :class:`~lightning_liger.data.SupervisedCollator`.
 
     A record has ``messages``, each with ``role`` and ``content``, or ``conversations`` in the format of ShareGPT
-    (``from`` and ``value``), and maybe ``tools`` and ``chat_template_kwargs``. The chat template renders them.
+    (``from`` and ``value``), and optionally ``tools`` and ``chat_template_kwargs``. The chat template renders them.
 
     Other arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
 
     Args:
-        train_on: "assistant" learns the messages of the assistant, with the tokens that end them; "last" the last of
-            them only; "all" every token. Chat templates with {% generation %} mark these messages themselves.
+        train_on: "assistant" trains on the assistant's messages, with the tokens that end them; "last" only on the
+            last of them; "all" on every token. Chat templates with {% generation %} mark these messages themselves.
     """
 
     _fields = ("messages", "conversations")

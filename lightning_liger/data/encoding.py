@@ -98,7 +98,7 @@ class Encoder:
             after = self.render(record, messages[: index + 1])
             if not whole.startswith(before) or not whole.startswith(after):
                 raise record.error(
-                    f"the chat template renders message {index} in another way when other messages follow, so that its"
+                    f"the chat template renders message {index} differently when other messages follow, so that its"
                     " tokens cannot be found: use a template that marks them with {% generation %}, or"
                     " data.train_on='last' with conversations that end there"
                 )

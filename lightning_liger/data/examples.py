@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
     """Records of JSON lines, JSON or Parquet files as batches, tokenized once and then read from a cache.
 
-    Examples of which ``max_length`` leaves nothing to learn are left out, with a warning that counts them. Other
+    Examples without target tokens within ``max_length`` are dropped, with a warning that gives their number. Other
     arguments and errors are those of :class:`~lightning_liger.data.module.SequencesDataModule`,
     :class:`~lightning_liger.data.module.TokenizedDataModule` and
     :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A .jsonl file (one object a line), a .json file (a list of objects), a .parquet file, or a folder with
+        path: A .jsonl file (one object per line), a .json file (a list of objects), a .parquet file, or a folder with
             such files.
-        chat_template: A file with a chat template (jinja), in place of the tokenizer's.
-        chat_template_kwargs: Further variables of the chat template. Those of a record win over them.
+        chat_template: A file with a chat template (jinja), instead of the tokenizer's.
+        chat_template_kwargs: Additional variables of the chat template. Those of a record override them.
         columns: The names of fields in the files, where they differ: ``{"prompt": "question"}``.
         max_records: The maximum number of records to read from ``path``. By default all.
     """
@@ -102,8 +102,8 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
             return rows
         kept = "first" if truncation == "keep_start" else "last"
         message = (
-            f"{len(rows) - len(places)} of {len(rows)} {split} examples of {self._corpus(split)} are left out: their"
-            f" {kept} {limit} tokens (data.max_length) have nothing to learn"
+            f"{len(rows) - len(places)} of {len(rows)} {split} examples of {self._corpus(split)} are dropped: their"
+            f" {kept} {limit} tokens (data.max_length) contain no target tokens"
         )
         if not len(places):
             raise ValueError(f"{message}. Give a larger data.max_length.")
@@ -122,7 +122,7 @@ def floats(values: Any) -> np.ndarray:
 def scored(record: Record, prompt_ids: list[int], completion_ids: list[int]) -> np.ndarray:
     """The ids of a completion as tables hold them; raises if there is nothing to learn."""
     if not completion_ids or len(prompt_ids) + len(completion_ids) < 2:
-        raise record.error("a completion has no token to learn after the first token of the sequence")
+        raise record.error("a completion has no token to train on after the first token of the sequence")
     return ids(completion_ids)
 
 

@@ -123,7 +123,7 @@ def load_image(source: Path | bytes) -> Any:
         return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source).convert("RGB")
     except (OSError, ValueError, IndexError) as error:
         named = "an image" if isinstance(source, bytes) else source
-        raise ValueError(f"{named} is no image that can be read: {error}") from error
+        raise ValueError(f"{named} is not a readable image: {error}") from error
 
 
 def _load_processor(processor: Any) -> Any:
@@ -139,7 +139,7 @@ def _load_processor(processor: Any) -> Any:
     except Exception as error:  # which types a broken processor raises is not documented
         raise ValueError(f"data.processor={str(processor)!r} could not be loaded by AutoProcessor: {error}") from error
     if getattr(loaded, "tokenizer", None) is None or not hasattr(loaded, "image_processor"):
-        raise wrong_value("data.processor", "the processor of a model of images and text", str(processor))
+        raise wrong_value("data.processor", "the processor of a vision-language model", str(processor))
     return loaded
 
 

@@ -325,7 +325,7 @@ class TokenizedDataModule(BatchesDataModule):
         except DatasetGenerationError as error:  # it hides what `generate` raised
             raise (error.__cause__ or error) from None
         except (OSError, ValueError, LookupError, TypeError) as error:  # pyarrow's are among them
-            raise RuntimeError(f"{folder} cannot be used ({error}): remove it, and it is made again.") from error
+            raise RuntimeError(f"{folder} is corrupt ({error}): remove it to rebuild it.") from error
         return found.with_format("numpy")
 
     @override

@@ -23,8 +23,8 @@ class MultipleChoiceDataModule(ExamplesDataModule):
     validation batches all choices, from whose log-probabilities :class:`~lightning_liger.LigerMultipleChoice` computes
     the accuracy. An end-of-sequence token is neither learned nor scored.
 
-    Questions of which not all choices fit ``max_length`` are left out, with a warning that counts them. Other arguments
-    and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
+    Questions whose choices do not all fit ``max_length`` are dropped, with a warning that gives their number. Other
+    arguments and errors are those of :class:`~lightning_liger.data.ExamplesDataModule`.
 
     Args:
         answer_as: ``"letter"``: the prompt of MMLU (arXiv:2009.03300), which lists the choices, and a letter as answer.

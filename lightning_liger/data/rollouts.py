@@ -21,7 +21,7 @@ class RolloutDataModule(ExamplesDataModule):
 
     A record is a group: ``prompt``, a string or a list of messages; ``completions``, a list of the same; and
     ``rewards``, a number for each completion, or ``advantages``, a number for each or a list with one for each of its
-    tokens. In place of texts, ``prompt_ids`` and ``completion_ids`` hold the tokens that were sampled; with them
+    tokens. Instead of texts, ``prompt_ids`` and ``completion_ids`` hold the tokens that were sampled; with them
     ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps`` may hold the log-probabilities of
     the tokens of each completion, and ``tool_mask`` a list of 0 for tokens that the policy did not write and 1 for
     others. Groups stay together: ``batch_size`` counts groups. Groups may differ in size.

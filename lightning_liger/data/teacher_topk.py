@@ -165,7 +165,7 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
             self.metadata: dict[str, str] = opened.metadata() or {}
             self._tensors = {name: opened.get_slice(name) for name in sorted(opened.keys())}
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not a safetensors file, or a part of one: {error}") from error
+            raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
         for key, expected in (("format", FORMAT), ("format_version", str(FORMAT_VERSION))):
             if (found := self.metadata.get(key)) != expected:
                 raise ValueError(f"{file}: the metadata {key!r} must be {expected!r}, got {found!r}")
@@ -255,7 +255,7 @@ class TeacherTopKDataModule(SequencesDataModule):
             known = known or own
             if own not in ("", known):
                 others = "other files" if self.tokenizer is None else f"data.tokenizer={str(self.tokenizer)!r}"
-                wrong = f"has the tokens of another tokenizer (hash {own[:12]}) than {others} ({known[:12]})"
+                wrong = f"was made with a different tokenizer (hash {own[:12]}) than {others} ({known[:12]})"
                 raise ValueError(f"{place} {wrong}")
         return ConcatDataset(data)
 

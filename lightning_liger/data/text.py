@@ -47,7 +47,7 @@ class TextDataModule(TokenizedDataModule):
     and :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A text file (one document), a .jsonl file (one document a line) or a folder with such files (.txt, .md,
+        path: A text file (one document), a .jsonl file (one document per line) or a folder with such files (.txt, .md,
             .rst, .py, .jsonl; hidden ones are skipped). By default the sources of Python's standard library.
         block_size: Tokens per row.
         text_field: The key of the text in the lines of a .jsonl file.

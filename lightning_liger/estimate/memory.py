@@ -164,8 +164,8 @@ def inspect_model(
         model: As of :func:`~lightning_liger.estimate.models.find_config`.
         config: Settings in place of the model's own.
         lora: Arguments of peft's ``LoraConfig``, to train adapters only; None to train all parameters.
-        batch_size: Rows on each GPU.
-        seq_len: Tokens of each row.
+        batch_size: Rows per GPU.
+        seq_len: Tokens per row.
         num_gpus: How many GPUs train together.
         strategy: A name in :data:`~lightning_liger.estimate.states.STRATEGIES`; ``"single"`` or ``"fsdp"`` by default.
         precision: A name in :data:`~lightning_liger.estimate.states.PRECISIONS`.
@@ -305,9 +305,9 @@ def _notes(model: PreTrainedModel, seq_lens: Collection[int]) -> list[str]:
     notes = []
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and max(seq_lens) > longest:
-        notes.append(f"the model's max_position_embeddings is {longest:,}, so longer rows need a change of it")
+        notes.append(f"the model's max_position_embeddings is {longest:,}, raise it for longer rows")
     if any(name.endswith("A_log") for name, _ in model.named_parameters()):
-        notes.append("layers with a state space run other kernels on a GPU, if they are installed: unknown memory")
+        notes.append("state-space layers run other kernels on a GPU if these are installed: their memory is unknown")
     if not find_layers(model):
         notes.append("the model names no layers: nothing can be recomputed")
     return notes

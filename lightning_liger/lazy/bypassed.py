@@ -42,8 +42,8 @@ class Bypassed(Tensor):
 
 def refuse_bypassed(name: str, bypassed_by: str) -> None:
     raise RuntimeError(
-        f"{name} of an LM head's lazy output comes after {bypassed_by}, whose gradient does not pass the output. Call"
-        f" lightning_liger.materialize(logits) before {bypassed_by}"
+        f"{name} of an LM head's lazy output comes after {bypassed_by}, whose gradient does not flow through the"
+        f" output. Call lightning_liger.materialize(logits) before {bypassed_by}"
     )
 
 

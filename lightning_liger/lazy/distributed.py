@@ -132,7 +132,7 @@ class DistributedLazyLogits(LazyLogits):
 
     def become_real(self, operation: str, warn: bool = True) -> None:
         raise RuntimeError(
-            f"{operation} needs a real DTensor in the place of a sharded LM head's lazy output. Use an operation that"
+            f"{operation} needs a real DTensor instead of a sharded LM head's lazy output. Use an operation that"
             " returns a new tensor, call full_tensor() before, or choose kernels without 'linear_cross_entropy'"
         )
 

@@ -222,7 +222,7 @@ def divergence(
         teacher_logits: As the student's, lazy or materialized, of the same tokens.
         kind: As for :func:`liger_ops.linear_divergence`, like the next five.
         beta: Of the kinds that have a parameter.
-        temperature: Divides the logits of both.
+        temperature: Divides the logits of both models.
         t_squared: Whether the divergence is multiplied by ``temperature ** 2``.
         mask: ``[...]``, bool: the tokens that count.
         token_weight: ``[...]``: factors of the tokens' divergences.

@@ -116,7 +116,7 @@ class LazyTensor(Tensor):
                 exchange(tensor, empty)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{operation} needs real logits in the place of an LM head's lazy output, which other code (such as a"
+                f"{operation} needs real logits instead of an LM head's lazy output, which other code (such as a"
                 " torch.autograd.Function that saved it) refers to. Call lightning_liger.materialize(logits) before"
                 " that"
             ) from error

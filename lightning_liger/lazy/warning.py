@@ -25,7 +25,7 @@ def warn_materialized(operation: str, shape: torch.Size, dtype: torch.dtype) -> 
         _warned_operations.add((operation, line))
         rank_zero_warn(
             f"{operation} on an LM head's output ({line}) materializes the logits: {_size(shape, dtype)} GiB. The"
-            " result is right, but the loss is not fused. Losses of log-probabilities, entropies and divergences are"
+            " result is correct, but the loss is not fused. Losses of log-probabilities, entropies and divergences are"
             f" fused with {_DIVERGENCE if operation == 'kl_div' else _SCORES} instead."
         )
 
@@ -36,7 +36,7 @@ def warn_kept(place: str, shape: torch.Size, dtype: torch.dtype) -> None:
         _warned_operations.add(("kept", place))
         rank_zero_warn(
             f"An LM head's output that is kept beyond {place} is materialized there: {_size(shape, dtype)} GiB. Keep"
-            " what you need of it, such as logits.argmax(-1), for less memory."
+            " only what you need, such as logits.argmax(-1), to save memory."
         )
 
 

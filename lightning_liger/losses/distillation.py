@@ -2,7 +2,7 @@
 
 A teacher's distribution p is known on a support S of K token ids; q is the student's distribution over the whole
 vocabulary. All functions take ``[..., K]`` (or, for sampled tokens, ``[...]``) log-probabilities and return losses
-``[...]``, one a token: gradients are autograd's, on tensors of K numbers a token. ``P = sum_S p`` and ``Q = sum_S q``.
+``[...]``, one per token; gradients are autograd's, on K numbers per token. ``P = sum_S p`` and ``Q = sum_S q``.
 
 ==================  ====================================================================================================
 ``support_mode``    the distributions that are compared
@@ -40,7 +40,7 @@ Metrics = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class SparseDistillationOptions(Options):
-    """How a student is compared with a teacher that is known on K ids a token.
+    """How a student is compared with a teacher that is known on K ids per token.
 
     Args:
         beta: 0 is the forward KL divergence KL(p || q), 1 the reverse one, KL(q || p); between them the generalized
@@ -103,7 +103,7 @@ def sparse_divergence(
     *,
     support_mask: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The divergence of a student from a teacher that is known on K ids a token.
+    """The divergence of a student from a teacher that is known on K ids per token.
 
     An id whose teacher log-probability is -inf is not in the support. Ids must not repeat.
 
@@ -172,7 +172,7 @@ def importance_weighted_log_probs(ids: Tensor, log_probs: Tensor, proposal_log_p
 
     Each sample weighs ``p / r``, its probability over that of the proposal; weights of a row are divided by their sum,
     and those of equal ids are added. With ``support_mode="zero"`` and samples from the teacher itself, the expected
-    gradient is that of the whole teacher; a support of the likeliest ids makes students too confident instead.
+    gradient is that of the whole teacher; a top-k support makes students overconfident instead.
     All are ``[..., K]``; the result sums to 1, and is -inf at repeated ids but the first.
     """
     weights = (_at_least_float32(log_probs) - _at_least_float32(proposal_log_probs)).log_softmax(-1)

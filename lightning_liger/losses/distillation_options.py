@@ -35,24 +35,24 @@ class DistillationOptions(Options):
     """What a student learns from a teacher.
 
     Args:
-        distillation_mode: ``"full_logits"``: the divergence over the vocabulary. ``"topk_logits"``: that over K ids a
+        distillation_mode: ``"full_logits"``: the divergence over the vocabulary. ``"topk_logits"``: that over K ids per
             token, stored ones if batches have them. ``"sampled_token"``: an estimate of the reverse KL divergence at
-            the labels, which the student has sampled. ``"uld"``: the distance of sorted probabilities, for teachers
-            with another tokenizer.
+            the labels, sampled from the student. ``"uld"``: the distance of sorted probabilities, for teachers
+            with a different tokenizer.
         divergence: Of ``"full_logits"``; of ``"topk_logits"``: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
         beta: Of ``"mixed"``, ``"jsd"``, ``"skew_kl"`` and ``"skew_reverse_kl"``; None for 0.5.
-        temperature: Divides the logits of both.
-        teacher_temperature: The one that stored log-probabilities are at; None for the data module's, or 1.
+        temperature: Divides the logits of both models.
+        teacher_temperature: That of stored log-probabilities; None for the data module's, or 1.
         t_squared: Whether losses are multiplied by ``temperature ** 2``.
         vocab: ``"equal"``, or ``"common"`` to compare the first ids of vocabularies of different sizes.
         support_mode: How ``"topk_logits"`` treats the other ids; see :mod:`lightning_liger.losses.distillation`.
-        distillation_topk: K, where none is stored.
-        distillation_support: Whose likeliest ids these are.
+        distillation_topk: K, if none is stored.
+        distillation_support: Whose top-k ids these are.
         estimator: Of ``"sampled_token"``; see :class:`~lightning_liger.SampledDistillationOptions`.
         distillation_is_clip: Of ``"sampled_token"``: the largest importance weight, None for no weights.
         crossentropy_weight: Weight of cross entropy on the labels, which is not part of the loss by default.
         distillation_weight: Weight of the distillation loss.
-        log_entropy: Whether the student's entropy is measured where that costs one more product of its head.
+        log_entropy: Whether the student's entropy is logged if that costs an additional product of its head.
     """
 
     distillation_mode: Mode = "full_logits"

@@ -130,16 +130,16 @@ class PreferenceOptions(Options):
 
 @dataclass(frozen=True)
 class DPOOptions(PreferenceOptions):
-    """Options of DPO and its relatives, with the names and defaults of TRL.
+    """Options of DPO and its variants, with the names and defaults of TRL.
 
     Args:
         loss_type: A name in the table of :mod:`lightning_liger.losses.dpo`, or several, whose losses are added (MPO).
         loss_weights: The factor of each loss; None for 1.
-        beta: Strength of the tie to the reference model (IPO's tau); above 0.
+        beta: Strength of the KL penalty toward the reference model (IPO's tau); above 0.
         label_smoothing: The probability that a label is wrong: of ``robust`` (below 0.5), ``exo_pair`` (above 0), and
             ``aot``, ``aot_unpaired``.
-        f_divergence_type: The divergence from the reference (arXiv:2309.16240). Others than ``"reverse_kl"`` are for
-            losses of the difference D only.
+        f_divergence_type: The divergence from the reference (arXiv:2309.16240). All but ``"reverse_kl"`` are only for
+            losses of the difference D.
         f_alpha_divergence_coef: Alpha of ``"alpha_divergence"``.
         ld_alpha: Weight in [0, 1] of the tokens of a completion that the shorter one of its pair does not have
             (LD-DPO, arXiv:2409.06411). None for 1.

@@ -34,7 +34,7 @@ class KTOOptions(PreferenceOptions):
 
     Args:
         loss_type: A name in the table of :mod:`lightning_liger.losses.kto`.
-        beta: Strength of the tie to the reference model; above 0.
+        beta: Strength of the KL penalty toward the reference model; above 0.
         desirable_weight: Factor of the losses of desirable completions. The KTO paper (equation 8) advises
             ``desirable_weight * n_desirable / (undesirable_weight * n_undesirable)`` between 1 and 4/3.
         undesirable_weight: Factor of the losses of undesirable completions.

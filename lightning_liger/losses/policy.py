@@ -1,4 +1,4 @@
-"""Policy-gradient losses of tokens: GRPO and its kin, as functions of log-probabilities.
+"""Policy-gradient losses of tokens: GRPO and its variants, as functions of log-probabilities.
 
 l is the log-probability of a token under the policy, old that at sampling time (l without gradient if there is none),
 ref that under a reference, A the advantage. r = exp(l - old), or for a whole completion the geometric mean of its
@@ -113,7 +113,7 @@ def policy_terms(
     elif options.loss_type == "vespo" and phi is not None:
         losses = -phi * advantages * log_probs
     else:
-        raise ValueError(f"loss_type={options.loss_type!r} has no losses of tokens without weights of completions")
+        raise ValueError(f"loss_type={options.loss_type!r} has no per-token losses without per-completion weights")
     if factor is not None:
         losses = losses * factor
     kl = None

@@ -26,7 +26,7 @@ class PolicyOptions(Options):
         loss_type: ``"grpo"`` (arXiv:2402.03300), ``"bnpo"``, ``"dr_grpo"`` (arXiv:2503.20783), ``"dapo"``
             (arXiv:2503.14476), ``"luspo"`` (arXiv:2602.05261), ``"cispo"`` (arXiv:2506.13585), ``"sapo"``
             (arXiv:2511.20347), ``"vespo"`` (arXiv:2602.10693) or ``"rloo"`` (arXiv:2402.14740).
-        beta: Weight of the divergence from the reference in the loss; 0 needs no reference. RLOO has it in the reward.
+        beta: Coefficient of the KL penalty; 0 needs no reference. RLOO has the penalty in the reward.
         epsilon: The ratio is clipped below 1 - epsilon. None is 0.2.
         epsilon_high: The ratio is clipped above 1 + epsilon_high; None is epsilon. For CISPO the bound of the ratio
             itself, such as 5.0, which has no default.
@@ -37,21 +37,21 @@ class PolicyOptions(Options):
         use_bias_correction_kl: Whether the divergence is multiplied by the ratio, gradient included.
         top_entropy_quantile: Share of tokens, those of the highest entropy, that the policy trains on
             (arXiv:2506.01939).
-        entropy_coef: Weight of the mean entropy that the loss rewards.
-        off_policy_mask_threshold: Completions of negative advantage are left out if the mean of sampling minus policy
-            log-probability is above it (arXiv:2512.02556, equation 9). None leaves out none.
+        entropy_coef: Coefficient of the entropy bonus.
+        off_policy_mask_threshold: Completions of negative advantage are masked if the mean of sampling minus policy
+            log-probability is above it (arXiv:2512.02556, equation 9). None masks none.
         vllm_importance_sampling_correction: Whether losses are multiplied by the ratio of old to sampling probability
             where the batch has ``sampling_per_token_logps``.
         vllm_importance_sampling_mode: ``"token_truncate"``, ``"token_mask"``, ``"sequence_truncate"`` or
             ``"sequence_mask"``: the ratio of a token or of a completion, clamped to the bounds or 0 outside them.
         vllm_importance_sampling_clip_max: Upper bound of that ratio.
         vllm_importance_sampling_clip_min: Lower bound of that ratio.
-        sapo_temperature_pos: SAPO's temperature of tokens of positive advantage.
-        sapo_temperature_neg: SAPO's temperature of others.
+        sapo_temperature_pos: SAPO's temperature for tokens with positive advantage.
+        sapo_temperature_neg: SAPO's temperature for the other tokens.
         vespo_k_pos: VESPO's exponent of the ratio where the advantage is not negative.
-        vespo_lambda_pos: VESPO's decay there.
+        vespo_lambda_pos: VESPO's decay in that case.
         vespo_k_neg: VESPO's exponent where the advantage is negative.
-        vespo_lambda_neg: VESPO's decay there.
+        vespo_lambda_neg: VESPO's decay in that case.
         max_completion_length: Tokens that each completion counts as for ``"dr_grpo"``, which needs it.
     """
 

@@ -1,4 +1,4 @@
-""":class:`LigerMonitor`: speed, utilization, memory and data of a training."""
+""":class:`LigerMonitor`: speed, utilization, memory and data of a training run."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ from lightning_liger.patching.float8 import converted_layers, share_of
 _MIN_POINTS = 20
 """Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
 _PATIENCE = 1.0
-"""Seconds for which the numbers of a training that was interrupted may arrive."""
+"""Seconds for which the numbers of an interrupted run may arrive."""
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_second": ("tok/s", short),
     "rows_per_second": ("rows/s", short),
@@ -60,9 +60,9 @@ class _Lap(NamedTuple):
 
 
 class LigerMonitor(L.Callback):
-    """Speed, utilization, memory, gradient norm and data of a training: in the progress bar, in loggers, on a page.
+    """Speed, utilization, memory, gradient norm and data of a training run: in the progress bar, in loggers, on a page.
 
-    Each logger of the Trainer gets ``monitor/NAME``, every ``every_n_steps`` steps, for the steps since the last time:
+    Each logger of the Trainer gets ``monitor/NAME``, every ``every_n_steps`` steps, for the steps since the last one:
 
     - ``tokens_per_second`` and ``tokens_per_second_per_device``, those of padding included, or ``rows_per_second`` of
       batches without tokens; ``step_seconds``
@@ -75,7 +75,7 @@ class LigerMonitor(L.Callback):
     - ``gradient_norm`` of the last step, before clipping
     - ``padding_share`` of the tokens, ``ignored_share`` of the labels, ``tokens`` in all
 
-    ``results`` has these for the whole training, and ``processes``, ``peak_memory_bytes``, ``logits_bytes_avoided``
+    ``results`` has these for the whole run, and ``processes``, ``peak_memory_bytes``, ``logits_bytes_avoided``
     (logits that were never allocated), ``num_fused_losses``, ``whole_logits`` and the metrics of the Trainer. A table
     of replacements is printed at the start, one of the results at the end, and a page is written with plots of them.
 
@@ -85,13 +85,13 @@ class LigerMonitor(L.Callback):
     with a page measures.
 
     Args:
-        every_n_steps: Optimizer steps between two times; by default the Trainer's ``log_every_n_steps``, or fewer in a
-            training of less than 20 times as many.
-        skip_steps: Steps at the start of each fit (compilation, allocation) that are left out of times.
-        gradient_norm: Whether to take the norm of gradients, once every ``every_n_steps`` steps. What clipping or
-            DeepSpeed has computed is not computed again.
+        every_n_steps: Optimizer steps between two reports; by default the Trainer's ``log_every_n_steps``, or fewer in
+            a run of less than 20 times as many.
+        skip_steps: Steps at the start of each fit (compilation, allocation) that are excluded from times.
+        gradient_norm: Whether to compute the gradient norm, every ``every_n_steps`` steps. A norm that clipping or
+            DeepSpeed has computed is reused.
         page: The HTML file to write, in the folder of the first logger if the path is relative, or in
-            ``default_root_dir`` without one; a URL that fsspec knows, too. None writes none.
+            ``default_root_dir`` without one; or a URL that fsspec supports. None writes none.
 
     Raises:
         TypeError: For an argument of another type.
@@ -330,13 +330,13 @@ class LigerMonitor(L.Callback):
         self._is_interrupted = True  # other ranks may not be here
         if self._counter is None:
             return
-        with _telling("lost the last numbers"):  # of a device that may be broken, and is not waited for
+        with _telling("lost the last metrics"):  # of a device that may be broken, and is not waited for
             if trainer.world_size == 1 and self._has_counts:  # ranks would have to add up their numbers
                 self._close_lap(trainer)
             patience = time.monotonic() + _PATIENCE
             while self._open and time.monotonic() < patience:
                 self._finish_arrived(trainer)
-        with _telling("could not end"):
+        with _telling("could not finish"):
             logger: Any = next(iter(trainer.loggers), None)
             folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
             self._end(trainer, folder or trainer.default_root_dir)
@@ -390,30 +390,30 @@ class LigerMonitor(L.Callback):
         yield "Steps", f"{results['steps']:,.0f} on {world_size} {device} process{'es' if world_size > 1 else ''}"
         unit = "rows" if results["rows"] and not results["tokens"] else "tokens"
         speed = results.get(f"{unit}_per_second")
-        per_device = f" ({speed / world_size:,.0f} a device)" if world_size > 1 and speed else ""
-        yield f"{unit.title()}/s", f"{speed:,.0f}{per_device}" if speed else "too few steps to tell"
+        per_device = f" ({speed / world_size:,.0f} per device)" if world_size > 1 and speed else ""
+        yield f"{unit.title()}/s", f"{speed:,.0f}{per_device}" if speed else "too few steps"
         for name, value in results.items():
             stage, _, rest = name.partition("_")
             if title := {"train": "Training", "val": "Validation"}.get(stage):
-                yield f"{title} {'last loss' if rest == 'loss_step' else rest}", f"{value:.4g}"
+                yield f"{title} {'final loss' if rest == 'loss_step' else rest}", f"{value:.4g}"
         gpu = "GPU " if device == "cuda" else ""
-        yield f"Peak {gpu}memory", f"{readable_bytes(results['peak_memory_bytes'])} a process"
+        yield f"Peak {gpu}memory", f"{readable_bytes(results['peak_memory_bytes'])} per process"
         if "memory_reserved_gib" in results:
-            yield "Reserved memory", f"{readable_bytes(results['memory_reserved_gib'] * 2**30)} a process"
+            yield "Reserved memory", f"{readable_bytes(results['memory_reserved_gib'] * 2**30)} per process"
         if avoided := results["logits_bytes_avoided"]:  # not where each loss took one chunk, or none are counted
             bytes_per_loss = readable_bytes(avoided / results["num_fused_losses"] / world_size)
-            yield "Logits never allocated", f"{readable_bytes(avoided)} in all, {bytes_per_loss} in each loss"
+            yield "Logits never allocated", f"{readable_bytes(avoided)} in total, {bytes_per_loss} per loss"
         if plan := getattr(trainer.strategy, "activation_plan", ""):
             yield "Activations", plan
         if results["tokens"]:
             yield "Tokens", f"{results['tokens']:,.0f}"
         if norms := [point["gradient_norm"] for point in self.points if "gradient_norm" in point]:
-            yield "Gradient norm", f"{norms[-1]:.4g} at the end, {max(norms):.4g} at most"
+            yield "Gradient norm", f"{norms[-1]:.4g} final, {max(norms):.4g} max"
         peak_format = f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s"
         if self._converted:
             peak_format += f", of {self._float8_peak_flops / 1e12:,.4g} TFLOP/s in float8"
         for name, title, text in (
-            ("step_seconds", "Time of a step", "{:,.4g} s"),
+            ("step_seconds", "Step time", "{:,.4g} s"),
             ("model_flops_utilization", "Model FLOPs utilization", peak_format),
             ("fp8_share", "Linear layers in float8", "{:.1%} of their FLOPs"),
             ("data_wait_share", "Waiting for data", "{:.1%} of the time"),
@@ -496,7 +496,7 @@ def _logs_norm(trainer: L.Trainer) -> bool:
 
 @contextmanager
 def _telling(what: str) -> Iterator[None]:
-    """A context whose exception is told in one line: a training neither ends with it, nor with another than its own."""
+    """A context whose exception becomes a one-line warning: it neither ends a run nor replaces the run's exception."""
     try:
         yield
     except Exception as error:  # of a broken device, or of any file system

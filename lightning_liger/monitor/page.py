@@ -1,4 +1,4 @@
-"""The page at the end of a training: one HTML file with a table and plots, which needs nothing else.
+"""The page at the end of a training run: one HTML file with a table and plots, which needs nothing else.
 
 Plots are SVG whose colors are those of the page, so that they follow a light or dark theme.
 """
@@ -53,7 +53,7 @@ def page(
         if line:
             parts += [f"<h2>{escape(heading)}</h2>", _line_plot(heading, line, from_zero)]
     if any(lengths):
-        parts += ["<h2>Lengths of sequences (tokens)</h2>", _histogram(lengths)]
+        parts += ["<h2>Sequence lengths (tokens)</h2>", _histogram(lengths)]
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
@@ -90,7 +90,7 @@ def _histogram(lengths: Sequence[float]) -> str:
         body += f' height="{_BOTTOM - top:.1f}"><title>{name}: {short(lengths[index])}</title></rect>'
         if place % math.ceil(len(shown) / 12) == 0:  # names that fit next to each other
             names.append((left + width / 2, f"\N{LESS-THAN OR EQUAL TO}{short(last)}"))
-    return _drawing("Histogram of the lengths of sequences", ticks, names, body)
+    return _drawing("Histogram of sequence lengths", ticks, names, body)
 
 
 def _drawing(description: str, ticks: Sequence[float], names: Sequence[tuple[float, str]], body: str) -> str:

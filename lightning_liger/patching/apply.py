@@ -216,7 +216,7 @@ def _decide(
             with trial():
                 error = candidate.verify(module)
         except Mismatch as failure:
-            reason = reason or f"{candidate.description} is not the same: {failure}"
+            reason = reason or f"{candidate.description} is not equivalent: {failure}"
         else:
             return PatchEntry(structure, candidate.kernel, 1, candidate.description, error), candidate
     return PatchEntry(structure, kernel, 1, None, reason=reason), None
@@ -294,7 +294,7 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             rank_zero_warn(
                 f"lightning-liger: the LM head of {type(model).__name__} was replaced (by {type(head).__name__}) after"
                 " the kernels were applied, so its loss is not fused. Call lightning_liger.apply_liger_kernels(model)"
-                " again after such a change, as of resize_token_embeddings or get_peft_model"
+                " again after such a change, for example by resize_token_embeddings or get_peft_model"
             )
     vars(model)[_LOSS_WANTED].append(loss_wanted.get())
     if kwargs.get("labels") is not None:

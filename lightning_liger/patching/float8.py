@@ -18,21 +18,21 @@ Filter = Literal["auto"] | list[str] | Callable[[nn.Module, str], bool]
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How linear layers are trained in float8 (e4m3), with scales that are powers of two, one a row, of the data.
+    """How linear layers are trained in float8 (e4m3), with power-of-two scales per row, computed from the data.
 
     Weights, gradients, optimizer states and checkpoints keep their dtypes; nothing is added to them. See docs/fp8.md.
 
     Args:
-        scaling: ``"rowwise"``: a scale for each token, and each output channel of a weight.
-        high_precision_wgrad: Whether gradients of weights are products in the dtype of the model.
+        scaling: ``"rowwise"``: a scale per token, and per output channel of a weight.
+        high_precision_wgrad: Whether weight gradients are computed in the dtype of the model.
         fast_accum: Whether the products for outputs, gradients of inputs and of weights use fast accumulation, which
             loses precision in long sums; of outputs at most for 8192 terms.
-        filter: The layers to convert, out of those that can be; ``"auto"`` leaves out those that are too small to gain.
-        skip_layers: How many of the first and of the last layers of the model to leave as they are.
+        filter: The layers to convert, out of those that can be; ``"auto"`` excludes those too small to benefit.
+        skip_layers: How many of the first and of the last layers of the model to exclude.
         min_tokens: Calls with fewer tokens multiply in the dtype of the model.
         save: ``"fp8"`` keeps the gate and up projections of gated MLPs for backward in float8: less memory, and
-            gradients of one more rounding.
-        evaluate: Whether modules in eval mode multiply in float8 too.
+            gradients with one additional rounding.
+        evaluate: Whether modules in eval mode use float8 too.
         hold_frozen: Whether weights that are frozen stay in memory in float8 only; ``"auto"``: under strategies that do
             not shard parameters. Checkpoints then hold these values, which float8 represents exactly.
         all_gather: Whether FSDP2 (``liger_model_parallel``) gathers weights in float8, half the bytes: it pays where
@@ -91,7 +91,7 @@ class Float8Recipe:
             return None if self.filter(module, name) else "left out by filter"
         patterns: Any = self.filter
         is_named = any(name == each or fnmatch.fnmatchcase(name, each) for each in patterns)
-        return None if is_named else "no name or pattern in filter fits it"
+        return None if is_named else "no name or pattern in filter matches it"
 
 
 Float8Choice = bool | Literal["auto", "rowwise", "rowwise_with_gw_hp"] | Float8Recipe | None

@@ -42,7 +42,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
     """Training, validation and test steps of a student, whose losses never materialize logits.
 
     List it before the base class, put the student into ``self.model``, and return the teacher from
-    :meth:`configure_teacher`, unless batches have what is needed of it::
+    :meth:`configure_teacher`, unless batches contain its outputs::
 
         class Student(LigerDistillationMixin, L.LightningModule):
             distillation = DistillationOptions(divergence="reverse_kl")
@@ -54,7 +54,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
             def configure_teacher(self):
                 return AutoModelForCausalLM.from_pretrained(teacher)
 
-    Batches are those of ``LigerLMMixin``, or have ``completion_mask`` in place of ``labels``. Tokens without a label do
+    Batches are those of ``LigerLMMixin``, or have ``completion_mask`` instead of ``labels``. Tokens without a label do
     not count. Further keys, each used by the mode that needs it:
 
     - ``teacher_topk_ids`` (int64) and ``teacher_topk_log_probs``, ``[batch_size, seq_len, K]``: as logits, those at a
@@ -65,8 +65,8 @@ class LigerDistillationMixin(LigerTeacherMixin):
     - ``teacher_input_ids``, ``teacher_labels`` and others with that prefix: for ``"uld"``, which needs them, the same
       text in the teacher's tokens. The i-th labeled token of a row is compared with the i-th of the other.
 
-    The loss is the mean over the labeled tokens of the whole optimizer step, whatever its micro-batches and ranks.
-    The teacher is frozen, in evaluation mode, on each rank whole or sharded over all of them, whatever engine trains
+    The loss is the mean over the labeled tokens of the whole optimizer step, regardless of micro-batches and ranks.
+    The teacher is frozen, in evaluation mode, on each rank whole or sharded over all of them, whichever engine trains
     the student; it is in no checkpoint and no optimizer.
 
     Each stage logs ``loss``, ``distillation_loss``, ``num_tokens`` and, where they exist, ``cross_entropy``,
@@ -194,7 +194,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
         if self.context is not None:
             raise ValueError("context_parallel_size must be 1 for 'uld', which compares rows of different lengths")
         if rows.positions is not None:
-            raise ValueError("batch must have one text a row for 'uld' (data.packing=False), got 'position_ids'")
+            raise ValueError("batch must have one text per row for 'uld' (data.packing=False), got 'position_ids'")
         names = [name for name in columns if name.startswith("teacher_") and name not in _COLUMNS]
         batch = {name.removeprefix("teacher_"): columns[name] for name in names}
         teacher_tokens = read_tokens("teacher", batch, self._seen(self._required_teacher()))
@@ -290,8 +290,8 @@ class TeacherOptions(Options):
 
     Args:
         teacher: Folder of the teacher's Hugging Face checkpoint. None for random weights with ``teacher_model_type``,
-            or if the data has what is needed of the teacher.
-        teacher_model_type: Architecture of a teacher with random weights, for trying things out.
+            or if the data contain the teacher's outputs.
+        teacher_model_type: Architecture of a teacher with random weights, for experiments.
         teacher_config: The architecture's settings where they differ from its defaults.
         teacher_dtype: The teacher's dtype; None for the student's.
     """

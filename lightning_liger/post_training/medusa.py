@@ -41,7 +41,7 @@ class LigerMedusaMixin(LigerTeacherMixin):
     Batches are those of ``LigerLMMixin``. Head k (from 0) predicts the token k + 2 after each token of ``input_ids``.
     With ``medusa_only_heads`` the loss is ``sum_k decay ** (k + 1) CE_k`` and the model is frozen: it runs in
     evaluation mode without gradients. Without, it is ``CE + coefficient * sum_k decay ** (k + 1) CE_k``; with
-    ``medusa_self_distillation``, the forward KL divergence from the original model takes the place of CE. All sums are
+    ``medusa_self_distillation``, the forward KL divergence from the original model replaces CE. All sums are
     divided by the number of target tokens of the whole optimizer step. The residual blocks are part of the graph, and
     each head's loss is computed from its hidden states, one head after the other.
 
@@ -264,7 +264,7 @@ class LigerMedusa(LigerMedusaMixin, LossCausalLM):
     Attributes:
         medusa_num_heads: How many tokens after the next one are predicted.
         medusa_num_layers: Residual blocks of each head.
-        medusa_shared_head: Whether the heads use the model's LM head and have residual blocks only.
+        medusa_shared_head: Whether the heads use the model's LM head and consist of residual blocks only.
         medusa_lr_multiplier: Factor of the learning rate for the heads.
         medusa_warmup_steps: Steps in which the heads' learning rate rises to its peak; None for ``warmup_steps``.
         medusa_pretrained: Folder of heads to start from, with a ``medusa_lm_head.safetensors``; see

@@ -54,7 +54,7 @@ class MedusaHead(nn.Sequential):
 
 
 class MedusaHeads(nn.Sequential):  # not a ModuleList, which FSDP2 refuses
-    """Further heads of a causal language model.
+    """Additional heads of a causal language model.
 
     Args:
         hidden_size: Of the model's last hidden states.

@@ -28,7 +28,7 @@ class LigerDPO(PreferenceModule):
     schedule as in :class:`~lightning_liger.LigerCausalLM`. A usual ``learning_rate`` is 1e-6.
 
     Raises:
-        FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
+        FileNotFoundError: If ``pretrained`` is not a folder with a ``config.json``.
         ModuleNotFoundError: If ``lora`` is given and peft is not installed.
         TypeError: For an argument of a wrong type.
         ValueError: For an argument out of its range, and combinations that have no meaning.
@@ -73,7 +73,7 @@ class LigerKTO(PreferenceModule):
 
 @takes(policy_options=PolicyOptions)
 class LigerGRPO(LigerPolicyMixin, ReferenceCausalLM):
-    """GRPO and its kin for a Hugging Face causal language model, on completions with advantages from a file.
+    """GRPO and its variants for a Hugging Face causal language model, on completions with advantages from a file.
 
     Data are groups of completions with rewards or advantages, see
     :class:`~lightning_liger.post_training.policy.LigerPolicyMixin`. Formulas and papers of the losses:

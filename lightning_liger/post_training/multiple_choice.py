@@ -25,12 +25,12 @@ _COLUMNS = ("question_ids", "is_answer", "num_characters")  # of each choice
 class LigerMultipleChoice(LigerCausalLM):
     """A Hugging Face causal language model on multiple-choice questions.
 
-    Data are those of :class:`~lightning_liger.data.MultipleChoiceDataModule`. It is trained on the right answers, as
+    Data are those of :class:`~lightning_liger.data.MultipleChoiceDataModule`. It is trained on the correct answers, as
     :class:`~lightning_liger.LigerCausalLM` is. Validation and test compute the log-probability of each choice, and log,
-    besides loss, perplexity and accuracy over the tokens of right answers:
+    besides loss, perplexity and accuracy over the tokens of correct answers:
 
-    - ``{val,test}_choice_accuracy``: the share of questions whose right choice has the largest log-probability. Of
-      equal ones the first counts.
+    - ``{val,test}_choice_accuracy``: the share of questions whose correct choice has the largest log-probability. In
+      ties the first counts.
     - ``{val,test}_choice_accuracy_norm``: the same where log-probabilities are divided by the number of characters of
       the choice, so that long answers are not at a disadvantage.
 

@@ -1,4 +1,4 @@
-"""Mixin for LightningModules that train a policy on given completions: GRPO and its kin, RLOO, PPO's policy loss."""
+"""Mixin for LightningModules that train a policy on given completions: GRPO and variants, RLOO, PPO's policy loss."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -31,7 +31,7 @@ from lightning_liger.post_training.rows import Rows, read_completions
 class LigerPolicyMixin(LigerReferenceMixin):
     """Training, validation and test steps of a policy-gradient loss on completions with advantages.
 
-    Completions come with the data: from a file, or from a loop of your own that samples them. List the mixin before the
+    Completions come with the data: from a file, or from your own sampling loop. List the mixin before the
     base class, put the model into ``self.model`` and the loss into ``policy_options``::
 
         class Policy(LigerPolicyMixin, L.LightningModule):
@@ -42,8 +42,8 @@ class LigerPolicyMixin(LigerReferenceMixin):
     column ``ref_per_token_logps``, ``ref_model``, or the policy with its peft adapters off (or with one that is named
     ``"ref"``), see ``reference``.
 
-    The loss is that of a whole optimizer step, whatever its split over micro-batches and ranks, divided by the number
-    of tokens or completions (:mod:`lightning_liger.losses.policy`). With ``num_items_in_batch``, the number
+    The loss is that of a whole optimizer step, regardless of its split over micro-batches and ranks, divided by the
+    number of tokens or completions (:mod:`lightning_liger.losses.policy`). With ``num_items_in_batch``, the number
     of tokens of a whole generation batch on all ranks, losses of tokens are divided by its share of a step, as TRL
     does: a micro-batch's share is ``1 / steps_per_generation``.
 

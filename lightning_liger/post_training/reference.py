@@ -146,8 +146,8 @@ class ReferenceCache(dict[bytes, float]):
             raise KeyError(
                 f"the batch must hold sequences whose reference log-probabilities were computed before training, but"
                 f" {len(missing)} of its {len(keys)} are new (the first is number {missing[0]}): the data changed"
-                " since then, or is not the same in each epoch (random truncation, or mismatched pairs that are made"
-                " of each batch). Set precompute_ref_log_probs=False for such data"
+                " since then, or differ between epochs (random truncation, or mismatched pairs that are made"
+                " per batch). Set precompute_ref_log_probs=False for such data"
             )
         return torch.tensor([self[key] for key in keys])
 

@@ -53,7 +53,7 @@ def build_frozen(config: PreTrainedConfig, pretrained: str | None, device: torch
 def prepare_frozen(
     model: nn.Module, device: torch.device, *, context: ContextParallel | None = None, is_sharded: bool = False
 ) -> nn.Module:
-    """Makes ``model`` ready for forward passes without gradients on ``device``, whatever engine trains the other model.
+    """Makes ``model`` ready for forward passes without gradients on ``device``, under any engine of the other model.
 
     It is frozen, in evaluation mode, and patched with all kernels that fit. With ``is_sharded`` all ranks share its
     parameters, by FSDP2: each layer is whole only while it runs. A model on the meta device gets its values last.
@@ -118,9 +118,9 @@ def teacher_topk_rows(
         model: The teacher, whose head is patched if its logits should not be materialized. Its mode is restored.
         batches: ``input_ids`` and one of ``labels`` (unshifted) and ``completion_mask``, ``[batch_size, seq_len]``, and
             what else the model takes.
-        top_k: How many of the likeliest ids are kept, at most the vocabulary's size.
+        top_k: How many ids are kept, at most the vocabulary's size.
         temperature: Divides the logits.
-        num_samples: Keeps ids that are sampled this often, with repetition, in place of the likeliest ones; their
+        num_samples: Keeps ids from this many samples, with repetition, instead of the top-k; their
             log-probabilities are those of the estimate that students learn from with ``support_mode="zero"``
             (arXiv:2503.16870).
         proposal_temperature: Of the distribution that is sampled from; weights correct for it.

@@ -104,7 +104,7 @@ def fail_together(path: Any, action: Callable[[], None], *, on_all_ranks: bool =
     reasons = gather_objects(reason) if on_all_ranks else [reason]
     if any(reasons):
         failed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each)
-        raise RuntimeError(f"cannot save {path}, what was there before is unchanged: {failed}") from cause
+        raise RuntimeError(f"cannot save {path}, any previous file is unchanged: {failed}") from cause
 
 
 def gather_objects(value: Any) -> list[Any]:

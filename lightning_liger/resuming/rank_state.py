@@ -60,7 +60,7 @@ class RankStates:
             if fetched != num_batches:
                 rank_zero_warn(
                     "The checkpoint is saved between the micro-batches of an optimizer step, with a stateful data"
-                    f" loader other than {ResumableDataLoader.__name__}: resuming will leave out batches of this step."
+                    f" loader other than {ResumableDataLoader.__name__}: resuming will skip batches of this step."
                 )
         ours = [loader for loader in loaders if STATE_KEY in loader]
         ahead = max((loader["num_batches"] for loader in ours), default=num_batches) - num_batches
@@ -103,8 +103,8 @@ class RankStates:
             if states:
                 rank_zero_warn(
                     f"The checkpoint was saved by {len(states)} processes and is resumed by {trainer.world_size}:"
-                    " random states start anew, averages over the epoch cover only the rest of it, and the epoch"
-                    " resumes at the same number of batches, with data that is split differently."
+                    " random states are not restored, averages over the epoch cover only the rest of it, and the epoch"
+                    " resumes after the same number of batches, with data split differently."
                 )
         if state["other_loaders"]:
             loops["state_dict"]["combined_loader"] = state["other_loaders"]

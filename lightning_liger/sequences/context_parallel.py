@@ -49,7 +49,7 @@ class ContextParallel:
 
     Raises:
         RuntimeError: If ``torch.distributed`` is not initialized.
-        TypeError: If ``size`` is no integer.
+        TypeError: If ``size`` is not an integer.
         ValueError: If ``size`` is less than 1 or does not divide the number of processes.
     """
 
@@ -252,7 +252,7 @@ def _check(model: PreTrainedModel, size: int) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
     refused = "context parallelism cannot be used"
     if not model._can_set_attn_implementation():
-        raise ValueError(f"{name} does not take its attention from transformers' AttentionInterface: {refused}")
+        raise ValueError(f"{name} does not use transformers' AttentionInterface: {refused}")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     attentions = set(_attention_modules(model))
     layers = [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules or ())]
@@ -260,7 +260,7 @@ def _check(model: PreTrainedModel, size: int) -> None:
     convolutions = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Conv1d)]
     if others or without or convolutions or not attentions:
         found = others or sorted({type(module).__name__ for module in without + convolutions}) or ["no attention"]
-        raise ValueError(f"{name} mixes tokens by other means than full or sliding attention, {found}: {refused}")
+        raise ValueError(f"{name} mixes tokens by means other than full or sliding attention, {found}: {refused}")
     if not all(module.is_causal for module in attentions):
         raise ValueError(f"{name} has attention that is not causal; expected a causal language model")
     if (num_heads := config.num_attention_heads) % size:

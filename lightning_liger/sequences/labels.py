@@ -97,7 +97,7 @@ def split_sequence(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, 
     for key in filter(whole.__contains__, _PER_TOKEN):
         value = whole[key]
         if value.shape[1] != seq_len or (key != "position_ids" and value.shape[0] != batch_size):
-            raise ValueError(f"{key} must hold {seq_len} tokens a row in {batch_size} rows, got {tuple(value.shape)}")
+            raise ValueError(f"{key} must hold {seq_len} tokens per row in {batch_size} rows, got {tuple(value.shape)}")
         whole[key] = value.narrow(1, rank * length, length).contiguous()
     return whole
 

@@ -93,7 +93,7 @@ def _expose_lazy_logits(model: Module) -> None:
 class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelParallelStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
 
-    FSDP2 shards what ``configure_model`` leaves whole over the data-parallel ranks: the layers that must not be split
+    FSDP2 shards what ``configure_model`` did not shard over the data-parallel ranks: the layers that must not be split
     one by one, then each child of the LightningModule around them. The parameters of a child, with the LM head's, stay
     gathered from its forward to the end of backward. The loss of an LM head that tensor parallelism shards over the
     vocabulary is computed where its rows are.
@@ -106,7 +106,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             ``activation_checkpointing`` and ``memory_budget`` may be given.
         data_parallel_size: By default all processes, divided by ``tensor_parallel_size``.
         tensor_parallel_size: Ranks that share each layer. What ``configure_model`` leaves without DTensors is spread
-            over them by the plan that the Hugging Face model carries, the embeddings and the LM head over the
+            over them by the Hugging Face model's plan, the embeddings and the LM head over the
             vocabulary; otherwise ``configure_model`` parallelizes, on ``self.device_mesh["tensor_parallel"]``.
         **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and
             ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.

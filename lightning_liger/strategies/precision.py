@@ -152,7 +152,7 @@ class LigerPrecisionPlugin(GradientClipping, AppliesKernels, pytorch_fsdp.FSDPPr
     """Lightning's FSDP precision that also applies fused kernels to the module it converts and clips by norm.
 
     The norm of the gradients over all ranks, before clipping, is logged as ``grad_norm``. Under a strategy of this
-    package its settings take the place of the strategy's.
+    package its settings replace the strategy's.
 
     Args:
         precision: ``"32-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``.

@@ -37,7 +37,7 @@ _OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 REGISTRATIONS = (
     Registration("liger", *_SINGLE, "One device"),
     Registration("liger_ddp", *_DDP, "DDP"),
-    Registration("liger_ddp_find_unused_parameters_true", *_DDP, "DDP, where a loss may not need parameters,", _UNUSED),
+    Registration("liger_ddp_find_unused_parameters_true", *_DDP, "DDP, with unused parameters allowed,", _UNUSED),
     Registration("liger_fsdp", *_FSDP, "FSDP"),
     Registration("liger_fsdp_cpu_offload", *_FSDP, "FSDP, states in CPU memory,", {"cpu_offload": True}),
     Registration("liger_model_parallel", *_MODEL_PARALLEL, "FSDP2 and tensor parallelism on a device mesh"),

@@ -25,14 +25,14 @@ from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
 _STATE_SPACE = ("A_log", "D", "dt_bias")
-"""Parameters of Mamba and its kin that must not decay; some are matrices."""
+"""Parameters of Mamba and its variants that must not decay; some are matrices."""
 
 
 class LigerCausalLM(LigerLMMixin, L.LightningModule):
     """A causal language model with AdamW and a warm-up and cosine schedule.
 
-    Under ``liger_fsdp`` and ``liger_model_parallel`` the model need not fit one device: it gets its weights when it is
-    sharded, see :func:`~lightning_liger.load_pretrained`.
+    Under ``liger_fsdp`` and ``liger_model_parallel`` the model need not fit on one device: it gets its weights when it
+    is sharded, see :func:`~lightning_liger.load_pretrained`.
 
     Args:
         pretrained: Folder of a Hugging Face checkpoint to start from. None starts from random weights.
@@ -42,28 +42,28 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             leaves the choice to transformers.
         learning_rate: Peak learning rate.
         embedding_lr_scale: Factor of the learning rate for the input embeddings. With random weights, 10 to 30 lets a
-            small model tell tokens apart much sooner; 1 is the usual choice for large and for pretrained ones.
+            small model distinguish tokens much sooner; 1 is the usual choice for large and for pretrained ones.
         weight_decay: Decay of matrices; vectors (norms, biases) and the parameters of state spaces (``A_log``, ``D``,
             ``dt_bias``) do not decay.
         betas: AdamW's averaging factors.
         warmup_steps: Steps in which the learning rate rises to its peak.
-        num_training_steps: Optimizer steps after which the learning rate has fallen to its end, warm-up included. None
-            takes the number that the Trainer expects. Where that is unknown (data without a length, or
+        num_training_steps: Optimizer steps after which the learning rate has decayed, warm-up included. None
+            takes the Trainer's estimate. If that is unknown (data without a length, or
             ``max_epochs=-1`` with ``max_time``), the learning rate stays at its peak, with a warning.
-        min_lr_ratio: Share of the peak that is left at the last step; 1 keeps the learning rate constant.
+        min_lr_ratio: Final share of the peak learning rate; 1 keeps the learning rate constant.
         loss_normalization: ``"tokens"``, the mean over all target tokens of an optimizer step, or ``"micro_batch"``,
             the mean of the micro-batches' means.
         max_new_tokens: Tokens that ``predict`` adds to a prompt.
-        temperature: Of sampling in ``predict``; 0 takes the likeliest token.
+        temperature: Of sampling in ``predict``; 0 decodes greedily.
         loss_type: ``"nll"``, cross entropy, or ``"dft"``, which weights tokens by their probability: dynamic
             fine-tuning, arXiv:2508.05629.
-        lora: Adapters that are trained in place of the model: arguments of peft's ``LoraConfig``, such as ``{"r": 16,
+        lora: Adapters that are trained instead of the model: arguments of peft's ``LoraConfig``, such as ``{"r": 16,
             "alpha": 32, "target_modules": "all-linear"}``, where ``alpha`` and ``dropout`` are short for ``lora_alpha``
             and ``lora_dropout``; None trains all parameters. Checkpoints hold the whole model; ``export`` merges the
             adapters into its weights.
 
     Raises:
-        FileNotFoundError: If ``pretrained`` is no folder with a ``config.json``.
+        FileNotFoundError: If ``pretrained`` is not a folder with a ``config.json``.
         ModuleNotFoundError: If ``lora`` is given and peft is not installed.
         TypeError: For an argument of a wrong type.
         ValueError: For an unknown architecture, a setting that it does not have, or an argument out of its range.
@@ -243,8 +243,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if self._settings.min_lr_ratio < 1 and self._num_training_steps is None:
             rank_zero_warn(
                 "The number of training steps is unknown, so the learning rate stays at its peak after warmup_steps:"
-                " set num_training_steps of LigerCausalLM, or max_steps of the Trainer, for it to fall; or"
-                " min_lr_ratio=1 for a constant one."
+                " set num_training_steps of LigerCausalLM, or max_steps of the Trainer, so that it decays; or"
+                " min_lr_ratio=1 for a constant rate."
             )
 
     @torch.no_grad()

@@ -159,9 +159,9 @@ class LanguageModel:
         self._finds_documents = differences.were_taken and not mixes
         if not self._finds_documents and bool((position_ids.diff(dim=-1) != 1).any()):
             raise ValueError(
-                "batch['position_ids'] must not start again within a row, as not all layers of"
-                f" {type(self.pretrained).__name__} look for documents there, and tokens would see those of others:"
-                " give each document its own row"
+                "batch['position_ids'] must not restart within a row, as not all layers of"
+                f" {type(self.pretrained).__name__} derive documents from them, and tokens would attend to other"
+                " documents: give each document its own row"
             )
         return output
 
@@ -240,7 +240,7 @@ def _is_packed(mask: Tensor, position_ids: Tensor) -> bool:
     if packed and holes:
         raise ValueError(
             "batch['attention_mask'] must be 0 only where no token of the same document follows in rows that are"
-            " packed by position_ids, got zeros within or before one: let position_ids start again after them"
+            " packed by position_ids, got zeros within or before one: restart position_ids after them"
         )
     return bool(packed)
 

@@ -61,10 +61,10 @@ class LigerLMMixin(LigerStepMixin):
     whole optimizer step, however they were split over accumulated micro-batches and ranks: where the loss is
     differentiated, it is weighted by the batch's share of the tokens. A term that you add to it has the same weight,
     which is 1 with one micro-batch and one rank. With ``loss_normalization = "micro_batch"`` in the class, all
-    micro-batches weigh the same, as with a training step of your own.
+    micro-batches have equal weights, as with your own training step.
 
     With ``loss_type = "dft"`` in the class the loss of each token is its cross entropy times its probability, which has
-    no gradient (dynamic fine-tuning, arXiv:2508.05629). Perplexity stays that of the cross entropy.
+    no gradient (dynamic fine-tuning, arXiv:2508.05629). Perplexity is still that of the cross entropy.
 
     The loss is fused when the model's head was patched, which the ``liger`` strategies, ``LigerCallback`` and
     :func:`~lightning_liger.apply_liger_kernels` do; otherwise the steps materialize the logits.
@@ -73,7 +73,7 @@ class LigerLMMixin(LigerStepMixin):
         TypeError: When a class lists the mixin after ``LightningModule``.
         ValueError: For an unknown ``loss_normalization`` or ``loss_type``; in the first step, for a model whose labels
             are not of tokens.
-        RuntimeError: At the start of a stage for which ``configure_model`` replaced a model that was there before,
+        RuntimeError: At the start of a stage for which ``configure_model`` replaced an existing model,
             unless the new one gets its weights from ``ckpt_path``. ``self.model = None`` before the stage is a fresh
             start.
     """

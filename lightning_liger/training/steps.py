@@ -47,7 +47,7 @@ class LigerStepMixin(_Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.loss_normalization == "step":
-            warnings.warn("loss_normalization='step' is named 'tokens' now", FutureWarning, stacklevel=2)
+            warnings.warn("loss_normalization='step' was renamed to 'tokens'", FutureWarning, stacklevel=2)
             self.loss_normalization = "tokens"
         check_choice("loss_normalization", self.loss_normalization, ("tokens", "micro_batch"))
         self._step_mean = StepMean()
@@ -216,8 +216,8 @@ class LigerStepMixin(_Module):
         raise RuntimeError(
             f"{type(self).__name__}.configure_model must keep self.model, got a new {type(model).__name__} without the"
             " weights so far: Lightning calls the hook for each stage (fit, validate, test, predict). Begin it with `if"
-            " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that is to"
-            " start anew. self.model is the former model again"
+            " getattr(self, 'model', None) is not None: return`, or set self.model = None before a stage that should"
+            " start from scratch. self.model was set back to the previous model"
         )
 
     def on_validation_start(self) -> None:
@@ -239,7 +239,7 @@ class LigerStepMixin(_Module):
         if self.loss_normalization != "micro_batch" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
                 f"{type(self.trainer.strategy).__name__} gives no access to its gradients: with accumulate_grad_batches"
-                f" the training loss is the mean of the means of micro-batches, whatever their numbers of"
+                f" the training loss is the mean of the micro-batches' means, regardless of their numbers of"
                 f" {self._items}. Use 'liger_deepspeed_stage_2' or '_3' for the mean over {self._items}, or set"
                 " loss_normalization = 'micro_batch' if you do not want it."
             )

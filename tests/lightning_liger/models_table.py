@@ -29,7 +29,7 @@ HEADER = """# Replaced modules by architecture
 architecture of `AutoModelForCausalLM` in transformers {version}, with all of its kinds of layers. `make docs` writes
 this page.
 
-- A kernel's name: every module of that kind is replaced by it. In brackets: modules that are not replaced.
+- A kernel's name: every module of that kind is replaced by it. In parentheses: modules that are not replaced.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
 - Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
 

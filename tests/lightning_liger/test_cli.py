@@ -176,7 +176,7 @@ def test_checkpoint_of_a_module_made_in_python_is_used_with_a_warning(trained, t
         UserWarning, match=r"no tokenizer: the prompt is encoded with a tokenizer trained on .*text\.txt"
     ):
         main(["predict", *arguments, "--data.prompt=fox", "--model.max_new_tokens=1"])
-    with pytest.warns(UserWarning, match="holds no tokenizer: that of the data settings is written"):
+    with pytest.warns(UserWarning, match="contains no tokenizer: writing that of the data settings"):
         main(["export", *arguments, f"--output={tmp_path / 'exported'}"])
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()

@@ -1,13 +1,13 @@
 """Linear layers in float8: ``y = x W^T + bias`` and its gradients, of one layer or of several that share their input.
 
-x, W and the gradient g of y have a scale a row each (arXiv:2209.05433 for the format; a scale for each token and output
+x, W and the gradient g of y have a scale per row each (arXiv:2209.05433 for the format; a scale per token and output
 channel as in torchao's "rowwise"), and one payload each, from which both of its products are made:
 
     y = (x_q W_q^T) * x_scale[m] * w_scale[n]
     dx = (g_q W_q) * g_scale[m]                     where g_q is the payload of g * w_scale[n], which is exact
     dW = (g_q'^T x_q') * 2**C / w_scale[n]          with rows brought to one scale, see liger_ops.fp8.transpose
 
-Saved for backward: x and the weights as they are, and the scales. Payloads are made again, with the same values.
+Saved for backward: x and the weights as they are, and the scales. Payloads are recomputed, with the same values.
 """
 
 from collections.abc import Callable, Sequence

@@ -46,7 +46,7 @@ def unsupported(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if torch.version.hip is not None:
-        return "AMD GPUs were never tried"
+        return "AMD GPUs are untested"
     capability = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     if capability < (8, 9):

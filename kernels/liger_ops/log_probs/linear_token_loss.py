@@ -73,8 +73,8 @@ def _check_graph(losses: Tensor, leaves: Any) -> None:
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and id(variable) not in known:
             raise ValueError(
-                f"token_loss must depend on no tensor that requires a gradient but the scores, got {shown(variable)};"
-                " detach it, or take the loss of linear_log_probs' scores"
+                "token_loss must not depend on tensors that require a gradient, except the scores, got"
+                f" {shown(variable)}; detach it, or take the loss of linear_log_probs' scores"
             )
         nodes += [next_node for next_node, _ in node.next_functions]
 

@@ -2,7 +2,7 @@
 
 Formulas are in :mod:`liger_ops.log_probs.scores`, kernels those of cross entropy: forward reads the logits once,
 backward again, and writes the gradient. Arithmetic is float32 for half precision. Saved: the logits, which the backward
-of a head does not need, and at most 12 bytes a token.
+of a head does not need, and at most 12 bytes per token.
 """
 
 from collections.abc import Sequence

@@ -121,8 +121,8 @@ def check_weights(
     """Raises a ValueError for weights of wrong shapes, those that would lose their gradient, and NaN on the CPU."""
     if weight is not None and reduction == "mean" and options.z_loss_weight:
         raise ValueError(
-            f"z_loss_weight must be 0 with class weights in a mean, got {options.z_loss_weight}: it has another divisor"
-            " than they give; take a mean of each term, or reduction='sum'"
+            f"z_loss_weight must be 0 with class weights in a mean, got {options.z_loss_weight}: the two terms have"
+            " different divisors; take a mean of each term, or reduction='sum'"
         )
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
@@ -134,7 +134,7 @@ def check_weights(
         if tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
             wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != options.ignore_index)
             if wrong.any():
-                raise ValueError(f"{name} must have no NaN but at ignored tokens, got {int(wrong.sum())} of them")
+                raise ValueError(f"{name} must have no NaN except at ignored tokens, got {int(wrong.sum())} of them")
         if tensor is not None and backend.needs_graph(tensor):
             raise ValueError(
                 f"{name} must not require a gradient, since the loss has none for it, got {shown(tensor)} that requires"

@@ -6,7 +6,7 @@ once; squares are taken of centered values, so a large mean costs no accuracy. W
     dx = rstd * (dy * weight - n * mean(dy * weight * n) - mean(dy * weight))
     dweight = sum over rows of dy * n        dbias = sum over rows of dy
 
-Saved: x, weight, bias, rstd and mean (8 bytes a row). Ops: :mod:`liger_ops.norm.row_norm`.
+Saved: x, weight, bias, rstd and mean (8 bytes per row). Ops: :mod:`liger_ops.norm.row_norm`.
 Source: arXiv:1607.06450.
 """
 

@@ -2,7 +2,7 @@
 
 With n = x * rstd, rstd = 1 / sqrt(mean(x**2) + eps) and s = (offset + weight) * (1 + scale). Arithmetic is float32, and
 y is rounded once. Gradients and kernels: :mod:`liger_ops.norm.sliced_kernels`. Saved: x, weight, scale, shift and rstd
-(4 bytes a row). Sources: arXiv:2212.09748 (adaLN), arXiv:1910.07467.
+(4 bytes per row). Sources: arXiv:2212.09748 (adaLN), arXiv:1910.07467.
 """
 
 from torch import Tensor

@@ -7,7 +7,7 @@ offset + weight and the product. Backward treats rounding as the identity. With 
 
     dx = rstd * (dy * s - n * mean(dy * s * n))        dweight = sum over rows of dy * n
 
-Saved: x (the sum, if there was one), weight, rstd (4 bytes a row). Ops: :mod:`liger_ops.norm.row_norm`.
+Saved: x (the sum, if there was one), weight, rstd (4 bytes per row). Ops: :mod:`liger_ops.norm.row_norm`.
 Source: arXiv:1910.07467.
 """
 

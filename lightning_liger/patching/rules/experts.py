@@ -202,10 +202,10 @@ class ExpertsRule(Rule):
         if len(weights) != 2 or len(arguments) not in (1, 3):
             return None
         if any(name not in weights and each.dim() != 2 for name, each in own.items()):
-            return "it has other parameters than weights and biases"
+            return "it has parameters other than weights and biases"
         layouts = list(_layouts(weights, {name: each for name, each in own.items() if name not in weights}))
         if not layouts:
-            return "its weights do not fit together"
+            return "the shapes of its weights are inconsistent"
         if len(arguments) == 1 and (len(own) != 2 or any(names["has_identity"] for names, _ in layouts)):
             return "its experts get all tokens, and have biases"
         kind = ExpertsReplacement if len(arguments) == 3 else AllTokensReplacement

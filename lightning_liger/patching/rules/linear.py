@@ -264,7 +264,7 @@ def find_layers_of(
         structure = "Linear " + " + ".join(names[member].rpartition(".")[2] for member in members)
         sizes = sum(member.out_features for member in members), members[0].in_features
         if recipe.filter == "auto" and is_too_small(*sizes):
-            reason = f"{sizes[0]} x {sizes[1]} is too small to gain"
+            reason = f"{sizes[0]} x {sizes[1]} is too small to benefit"
             yield members, PatchEntry(structure, KERNEL, 1, None, reason=reason)
         else:
             error = measure_error(members[0].weight.device, recipe.options)

@@ -23,10 +23,10 @@ from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 _TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "as they are": lambda table: table,
     "first half, for neighbors": lambda table: table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1),
-    "one column a pair": lambda table: torch.cat((table, table), dim=-1),
-    "one column a pair, for neighbors": lambda table: table.repeat_interleave(2, dim=-1),
+    "one column per pair": lambda table: torch.cat((table, table), dim=-1),
+    "one column per pair, for neighbors": lambda table: table.repeat_interleave(2, dim=-1),
 }
-_ONE_COLUMN_A_PAIR = "one column a pair"
+_ONE_COLUMN_A_PAIR = "one column per pair"
 _COMPLEX = "freqs_cis"
 """The parameter name of functions that multiply by cos + i sin."""
 _PROBE_DIM = 16
@@ -91,7 +91,7 @@ def _part(x: Tensor, rotary_dim: int) -> Tensor:
 def _forms(names: Sequence[str]) -> Iterator[RotaryForm]:
     tensors = tuple(names[:2]) if {"cos", "sin", _COMPLEX}.isdisjoint(names[:2]) else tuple(names[:1])
     heads_dims = (1,) if "unsqueeze_dim" in names else (1, 2)
-    layouts = ("one column a pair, for neighbors",) if _COMPLEX in names else tuple(_TABLES)
+    layouts = ("one column per pair, for neighbors",) if _COMPLEX in names else tuple(_TABLES)
     flags = (False, True)
     for heads_dim, tables, interleaved, reverse, parts, keep_dtype in itertools.product(
         heads_dims, layouts, flags, flags, flags, flags

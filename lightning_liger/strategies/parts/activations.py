@@ -77,7 +77,7 @@ class ActivationControl:
         modules = set(model.modules())
         if self.recomputes and any(getattr(module, "gradient_checkpointing", False) is True for module in modules):
             raise ValueError(
-                f"{self.recomputes} needs layers that nobody else recomputes: call the model's"
+                f"{self.recomputes} needs layers that are not recomputed otherwise: call the model's"
                 " gradient_checkpointing_disable() before training"
             )
         controlled = next((each for each in self.controlled if modules.issuperset(each.layers)), None)
@@ -167,8 +167,8 @@ class ActivationControl:
             planner.step_ends()
         if self.recomputes and self.controlled and not any(each.has_run for each in self.controlled):
             rank_zero_warn(
-                f"{self.recomputes} has no effect: no layer of the model ran, or only inside of torch.compile, which"
-                " decides by itself what it keeps: leave out one of the two"
+                f"{self.recomputes} has no effect: no layer of the model ran, or only inside torch.compile, which"
+                " decides itself what to keep: remove one of the two"
             )
 
     @contextmanager
@@ -182,7 +182,7 @@ class ActivationControl:
             raise torch.OutOfMemoryError(
                 f"with memory_budget={self.budget} and this plan:"
                 f" {self.plan or 'no plan yet, all layers are recomputed'}. Set a smaller memory_budget, which leaves"
-                " more to fragmentation and to what else is on the GPU, or use fewer or shorter rows in a batch."
+                " more memory for fragmentation and other allocations, or use fewer or shorter rows per batch."
                 f" {error}"
             ) from error
 

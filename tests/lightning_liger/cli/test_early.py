@@ -25,7 +25,7 @@ def start(folder, *arguments, program=("-m", "lightning_liger")):
     [
         (["--help"], 0, "usage: lightning-liger SUBCOMMAND"),
         (["--version"], 0, "lightning-liger 0."),
-        (["init"], 0, "Stories:"),
+        (["init"], 0, "Recipes:"),
         ([], 2, "subcommand is required"),
         (["init", "SFT"], 2, "got 'SFT' (did you mean 'sft'?)"),
         (["init", "sft", "--output="], 2, "output must be the name of a file, got ''"),

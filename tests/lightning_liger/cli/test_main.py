@@ -10,7 +10,7 @@ from lightning_liger.cli import main
 from lightning_liger.cli.training import LigerCLI
 
 ROOT = Path(__file__).parents[3]
-STORIES = sorted((ROOT / "examples").glob("*.yaml"))
+RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
 STRATEGIES = sorted((ROOT / "examples" / "strategies").glob("*.yaml"))
 SFT = ROOT / "examples" / "sft.yaml"
 
@@ -43,7 +43,7 @@ def contains(config, part) -> bool:
 
 
 CASES = [
-    *(("fit", path) for path in STORIES),
+    *(("fit", path) for path in RECIPES),
     *(("fit", ROOT / "examples" / "tiny.yaml", path) for path in STRATEGIES if "deepspeed" not in path.name),
     ("validate", SFT),
     ("test", SFT),

@@ -24,19 +24,19 @@ COMMANDS = [
     (("predict", *TINY, "--data.prompt=a", "--ckpt_path=last"), "ckpt_path must be a checkpoint to predict with"),
     (("export", *TINY, "--ckpt_path=half.ckpt", "--output=a"), "half.ckpt is incomplete, or does not fit the model"),
     (("inspect",), "required: model"),
-    (("init", "sft", "--outptu=a.yaml"), "outptu is no option (did you mean 'output'?)"),
+    (("init", "sft", "--outptu=a.yaml"), "outptu is not an option (did you mean 'output'?)"),
     (("bench", "--config=latin.yaml"), "parsing config latin.yaml: 'utf-8' codec can't decode"),
 ]
 """Arguments, and parts of the message."""
 
 OPTIONS = {
-    "trainer.max_stepz=1": ("trainer.max_stepz is no option (did you mean 'trainer.max_steps'?)",),
-    "modle.learning_rate=1": ("modle.learning_rate is no option (did you mean 'model'?)",),
+    "trainer.max_stepz=1": ("trainer.max_stepz is not an option (did you mean 'trainer.max_steps'?)",),
+    "modle.learning_rate=1": ("modle.learning_rate is not an option (did you mean 'model'?)",),
     "trainer.max_steps=ten": ("trainer.max_steps must be int, got 'ten'",),
     "trainer.accelerator=abacus": ("accelerator", "abacus"),
     "trainer.precision=bf17": ("'bf16-mixed'", "got 'bf17' (did you mean 'bf16'?)"),
     "trainer.strategy=liger_fdsp": ("trainer.strategy must be auto, one of liger, ", "mean 'liger_fsdp'?)"),
-    "trainer.strategy=liger_fsdp --trainer.strategy.kernels=[]": ("must be a class where it has options", FSDP),
+    "trainer.strategy=liger_fsdp --trainer.strategy.kernels=[]": ("must be a class if it has options", FSDP),
     f"trainer.strategy={FSDP} --trainer.strategy.memory_budge=2": ("(did you mean 'memory_budget'?)",),
     f"trainer.strategy={FSDP} --trainer.strategy.memory_budget=-1": ("memory_budget must be 'auto'", "got -1"),
     f"trainer.strategy={FSDP} --trainer.strategy.kernels=[foo]": ("kernels", "foo"),
@@ -50,10 +50,10 @@ OPTIONS = {
     "trainer.default_root_dir=latin.yaml/runs": ("latin.yaml/runs",),
     "model=LigerCasualLM": ("got 'LigerCasualLM' (did you mean 'LigerCausalLM'?)",),
     "model=torch.nn.Linear": ("model", "does not correspond to a subclass of LightningModule", "torch.nn.Linear"),
-    "model.learning_rat=1": ("model.learning_rat is no option of LigerCausalLM (did you mean 'learning_rate'?)",),
+    "model.learning_rat=1": ("model.learning_rat is not an option of LigerCausalLM (did you mean 'learning_rate'?)",),
     "model.learning_rate=fast": ("model.learning_rate must be float, got 'fast'",),
     "model.pretrained=/no/such/folder": ("pretrained", "/no/such/folder", "config.json"),
-    "data.batch_siz=1": ("data.batch_siz is no option of PromptCompletionDataModule (did you mean 'batch_size'?)",),
+    "data.batch_siz=1": ("data.batch_siz is not an option of PromptCompletionDataModule (did you mean 'batch_size'?)",),
     "weights_only=maybe": ("weights_only must be bool, got 'maybe'",),
     "optimizer=Adamm": ("optimizer must be ", "got 'Adamm' (did you mean 'Adam'?)"),
     "print_config=all": ('Invalid option "all" for --print_config',),
@@ -72,15 +72,18 @@ FILES = {
     "summary: [1]\n": ("summary must be settings such as `skip_steps: 2`, got [1] in a.yaml",),
     "model: &x [*x]\n": ("model", "Not a valid subclass of LightningModule", "[[...]]"),
     "": ("got a.yaml, which holds nothing: `lightning-liger init` writes one",),
-    "trainer: {max_stepz: 1}": ("trainer.max_stepz is no option (did you mean 'trainer.max_steps'?)",),
-    "model: {init_args: {learning_rat: 1}}": ("model.learning_rat is no option of LigerCausalLM", "'learning_rate'?)"),
+    "trainer: {max_stepz: 1}": ("trainer.max_stepz is not an option (did you mean 'trainer.max_steps'?)",),
+    "model: {init_args: {learning_rat: 1}}": (
+        "model.learning_rat is not an option of LigerCausalLM",
+        "'learning_rate'?)",
+    ),
     "model: {class_path: no_such.Model}": ("model: no_such.Model: No module named 'no_such'",),
     f"trainer: {{callbacks: [{{class_path: {CHECKPOINT}, init_args: {{dirpat: a}}}}]}}": (
-        "trainer.callbacks.dirpat is no option of ModelCheckpoint (did you mean 'dirpath'?)",
+        "trainer.callbacks.dirpat is not an option of ModelCheckpoint (did you mean 'dirpath'?)",
     ),
     "trainer: {callbacks: [{class_path: EarlyStoping}]}": ("'EarlyStoping' (did you mean 'EarlyStopping'?)",),
     f"trainer: {{strategy: {{class_path: {FSDP}, init_args: {{activation_policy: [A]}}}}}}": (
-        "trainer.strategy.activation_policy is no option of LigerFSDPStrategy",
+        "trainer.strategy.activation_policy is not an option of LigerFSDPStrategy",
     ),
 }
 """Contents of a second yaml file, and parts of the message."""

@@ -120,7 +120,7 @@ def test_command_runs_an_arm_in_another_process(options, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("program", "status", "reason"),
     [
-        ("import time; time.sleep(60)", "failed", "not done within 0.5 seconds"),
+        ("import time; time.sleep(60)", "failed", "not finished within 0.5 seconds"),
         ("raise SystemError('no such GPU')", "failed", "SystemError: no such GPU"),
         ("print('OutOfMemoryError: CUDA out of memory.'); exit('closed')", "out of memory", "OutOfMemoryError: CUDA"),
     ],

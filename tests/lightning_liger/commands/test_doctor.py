@@ -64,7 +64,7 @@ def test_exit_status_and_output(extra, status, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda end: [*extra, *FINE])
     assert run_doctor() == status
     table = capsys.readouterr().out
-    assert ("1 broken: x" if status else "Everything that is needed works.") in table
+    assert ("1 broken: x" if status else "Everything required works.") in table
     assert ("needs >=[2]" in table) == ("-> pip install 'x>=2'" in table) == bool(status)
     assert run_doctor(json=True) == status
     report = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ import yaml
 
 from lightning_liger.cli import main
 from lightning_liger.commands import init
-from lightning_liger.commands.init import run_init, stories, write_story
+from lightning_liger.commands.init import recipes, run_init, write_recipe
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,23 +21,23 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_stories_are_the_yaml_files_of_examples_and_listed_with_their_first_comment(capsys):
-    assert {path.stem for path in (ROOT / "examples").glob("*.yaml")} <= set(stories())
-    assert "liger_fsdp" not in stories()  # an addition to others
+def test_recipes_are_the_yaml_files_of_examples_and_listed_with_their_first_comment(capsys):
+    assert {path.stem for path in (ROOT / "examples").glob("*.yaml")} <= set(recipes())
+    assert "liger_fsdp" not in recipes()  # an addition to others
     assert main(["init"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for name, path in stories().items():
+    for name, path in recipes().items():
         assert f"{name} {path.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}" in printed
 
 
 @pytest.mark.parametrize("folder", [".", "made"])
 def test_written_yaml_differs_in_names_of_files_only(folder, tmp_path):
     Path(folder).mkdir(exist_ok=True)
-    for name, path in stories().items():
+    for name, path in recipes().items():
         if folder != "." and "examples." in path.read_text(encoding="utf-8"):
             continue  # its Python code is found in the current folder only
         output = Path(folder) / f"{name}.yaml"
-        write_story(path, str(output))
+        write_recipe(path, str(output))
         text = output.read_text(encoding="utf-8")
         pages = re.findall(r"docs/[\w/]+\.md", text)
         assert all((ROOT / page).is_file() for page in pages)
@@ -78,13 +78,13 @@ def test_code_and_the_files_that_it_names_are_written(tmp_path, monkeypatch):
     (examples / "course" / "log.txt").write_text("examples/course")
     monkeypatch.setattr(init, "EXAMPLES", examples)
     (examples / "course" / "large.yaml").write_text("# An addition.\n")
-    assert list(stories()) == ["course"]
+    assert list(recipes()) == ["course"]
     monkeypatch.chdir(tmp_path)
-    write_story(examples / "course" / "course.yaml", "mine.yaml")
+    write_recipe(examples / "course" / "course.yaml", "mine.yaml")
     assert "fit --config mine.yaml" in Path("mine.yaml").read_text()
     assert "class_path: course.Model" in Path("mine.yaml").read_text()
     assert Path("course/__init__.py").read_text() == "from course.model import Model\n"
     assert Path("course/model.py").read_text() == "LOG = 'course/log.txt'\n"
     assert Path("course/log.txt").read_text() == "examples/course"
     with pytest.raises(ValueError, match="output must be in this folder"):
-        write_story(examples / "course" / "course.yaml", f"{tmp_path}/shipped/mine.yaml")
+        write_recipe(examples / "course" / "course.yaml", f"{tmp_path}/shipped/mine.yaml")

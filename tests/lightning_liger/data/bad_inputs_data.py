@@ -149,7 +149,7 @@ RECORDS: dict[Any, tuple[Any, list[tuple[Any, tuple[str, ...]]]]] = {
     PromptCompletionDataModule: (
         {"prompt": "a", "completion": "b"},
         [
-            ({"prompt": "", "completion": ""}, ("no token to learn",)),
+            ({"prompt": "", "completion": ""}, ("no token to train on",)),
             ({"instruction": "a"}, ("'output' is missing",)),
             ({"instruction": "a", "input": 5, "output": "b"}, ("'input' must be a string", "5")),
         ],
@@ -172,7 +172,7 @@ RECORDS: dict[Any, tuple[Any, list[tuple[Any, tuple[str, ...]]]]] = {
             (GROUP | {"completions": ["b", 5]}, ("'completions[1]'", "a list of messages", "5")),
             (GROUP | {"advantages": [[1], [2, 3]]}, ("'advantages[0]'", "finite numbers", "[1]")),
             (TOKENS | {"advantages": [[1]]}, ("'advantages'", "a list for each of 2 completions", "1")),
-            (TOKENS | {"completion_ids": [[1], []]}, ("no token to learn",)),
+            (TOKENS | {"completion_ids": [[1], []]}, ("no token to train on",)),
             (TOKENS | {"completion_ids": [[1], [2.5]]}, ("'completion_ids'", "a list of token ids", "[2.5]")),
             (TOKENS | {"completion_ids": [[1], [-1]]}, ("'completion_ids'", "a list of token ids", "[-1]")),
             (TOKENS | {"old_per_token_logps": [[0], [1]]}, ("'old_per_token_logps[1]'", "2 finite numbers", "[1]")),

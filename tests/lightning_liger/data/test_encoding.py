@@ -117,7 +117,7 @@ def test_masks_are_those_of_the_assistant(chat, bpe, template):
 def test_messages_that_change_when_others_follow_are_an_error(chat, bpe):
     thinks = "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}"
     template = f"{{% for m in messages %}}{thinks}{{{{ m.content }}}} {{% endfor %}}"
-    with pytest.raises(ValueError, match=r"line 3: the chat template renders message 2 in another way"):
+    with pytest.raises(ValueError, match=r"line 3: the chat template renders message 2 differently"):
         chat(template).conversation(HERE, TALK, "assistant")
     ids, mask = chat(template).conversation(HERE, TALK, "last")
     assert bpe.decode([token for token, value in zip(ids, mask, strict=True) if value]) == "<think>Goodbye "

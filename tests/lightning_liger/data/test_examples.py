@@ -87,10 +87,10 @@ def test_prompts_that_fill_max_length_are_left_out_with_a_warning(make):
     lines = [{"prompt": "z" * length, "chosen": "yes", "rejected": "no"} for length in (3, 30, 8, 9)]
     data = make(path=lines, max_length=9, **ALONE)
     data.prepare_data()
-    with pytest.warns(UserWarning, match=r"2 of 4 train examples of data\.path=.* are left out: their first 9 tokens"):
+    with pytest.warns(UserWarning, match=r"2 of 4 train examples of data\.path=.* are dropped: their first 9 tokens"):
         data.setup("fit")
     assert pairs(data) == sorted([("z" * 3, "yes" + END, "no" + END), ("z" * 8, "y", "n")])
-    with pytest.raises(ValueError, match=r"4 of 4 train examples .*nothing to learn.*Give a larger data\.max_length"):
+    with pytest.raises(ValueError, match=r"4 of 4 train examples .*no target tokens.*Give a larger data\.max_length"):
         ready(make(path=lines, max_length=3, **ALONE))
     at_end = make(path=lines, max_length=3, truncation="keep_end", **ALONE)
     with warnings.catch_warnings():

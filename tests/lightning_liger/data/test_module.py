@@ -204,7 +204,7 @@ def test_cache_that_is_damaged_is_an_error_that_names_it(tmp_path):
     content = file.read_bytes()
     for size in (0, len(content) // 2, len(content) - 100):
         file.write_bytes(content[:size])
-        with pytest.raises(RuntimeError, match=rf"{data.cache_folder} cannot be used .*: remove it"):
+        with pytest.raises(RuntimeError, match=rf"{data.cache_folder} is corrupt .*: remove it"):
             ready(build(tmp_path, TextDataModule, data.path))
     with pyarrow.ipc.open_stream(content) as reader, pyarrow.ipc.new_stream(file, reader.schema) as writer:
         writer.write_table(reader.read_all().slice(0, 3))

@@ -100,11 +100,11 @@ def test_tokenizer_must_be_the_one_of_the_file(tmp_path):
     stored = EXAMPLES / "teacher_topk.safetensors"
     data = ready(path=stored, tokenizer=TOKENIZER)
     assert data.text_tokenizer.decode(next(iter(data.train_dataloader()))["input_ids"][0]).startswith(("How", "W"))
-    with pytest.raises(ValueError, match=r"topk\.safetensors has the tokens of another tokenizer .*than data\.tok"):
+    with pytest.raises(ValueError, match=r"topk\.safetensors was made with a different tokenizer .*than data\.tok"):
         ready(path=stored, tokenizer=tmp_path / "other")
     for index, tokenizer in enumerate((shipped, other)):
         write_teacher_topk(tmp_path / f"{index}.safetensors", rows(1), tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"1\.safetensors has the tokens of another tokenizer .*than other files"):
+    with pytest.raises(ValueError, match=r"1\.safetensors was made with a different tokenizer .*than other files"):
         ready(path=tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_files_of_other_layouts_are_errors_that_name_the_file(tmp_path):
     claims_too_much = len(header).to_bytes(8, "little") + header + b"\0" * 64
     for content in (whole[:-1], whole[:50], b"", claims_too_much):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"a\.safetensors is not a safetensors file, or a part of one"):
+        with pytest.raises(ValueError, match=r"a\.safetensors is not a complete safetensors file"):
             ready(path=file)
 
     def fails(problem, removed=(), header=None, **changed) -> None:

@@ -20,7 +20,7 @@ def test_page_has_a_table_and_plots_and_needs_nothing_else():
     text = page("A <model>", {"Tokens/s": "1 & more"}, points, lengths)
     tree = _parse(text)
     headings = [heading.text for heading in tree.iter("h2")]
-    assert headings == ["Loss", "Tokens per second", "Lengths of sequences (tokens)"]
+    assert headings == ["Loss", "Tokens per second", "Sequence lengths (tokens)"]
     assert [cell.text for cell in tree.iter("td")] == ["Tokens/s", "1 & more"]
     bars = [rect.find("title").text.replace("\N{EN DASH}", "-") for rect in tree.iter("rect")]
     assert bars == ["5-6: 3", "7-8: 0", "9-12: 7"]

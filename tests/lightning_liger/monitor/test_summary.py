@@ -41,7 +41,7 @@ def test_replacements_are_printed_before_training_and_the_summary_after(tmp_path
         assert results[name] == pytest.approx(float(trainer.callback_metrics[name]))
 
 
-@pytest.mark.parametrize(("chunk_size", "row"), [(TOKENS, None), (8, "34.1 KiB in all, 6.8 KiB in each loss")])
+@pytest.mark.parametrize(("chunk_size", "row"), [(TOKENS, None), (8, "34.1 KiB in total, 6.8 KiB per loss")])
 def test_bytes_avoided_are_the_logits_minus_one_chunk_for_each_loss(tmp_path, monkeypatch, capsys, chunk_size, row):
     monkeypatch.setattr("lightning_liger.lazy.chunks.default_chunk_size", lambda *_: chunk_size)
     monitor = LigerMonitor(page=None)
@@ -56,7 +56,7 @@ def test_too_few_steps_to_tell_a_speed_are_said(tmp_path, clock, capsys):  # noq
     monitor = LigerMonitor(skip_steps=NUM_BATCHES, page=None)
     make_trainer(clock, monitor, root=tmp_path).fit(LM(), make_loader(0, NUM_BATCHES))
     assert (monitor.results["seconds"], "tokens_per_second" in monitor.results) == (0, False)
-    assert "too few steps to tell" in capsys.readouterr().out
+    assert "too few steps" in capsys.readouterr().out
 
 
 def test_plan_of_a_budget_is_in_the_summary(tmp_path, monkeypatch):

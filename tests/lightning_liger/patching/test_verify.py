@@ -37,8 +37,8 @@ def _forget_rotary_functions() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("namespace", "function", "kernel", "reason"),
     [
-        (vars(norm), "rms_norm", "rms_norm", r"^rms_norm \(llama casting\) is not the same"),
-        (gated_mlp._GATES, "silu_mul", "silu_mul", "^silu_mul is not the same"),
+        (vars(norm), "rms_norm", "rms_norm", r"^rms_norm \(llama casting\) is not equivalent"),
+        (gated_mlp._GATES, "silu_mul", "silu_mul", "^silu_mul is not equivalent"),
         (vars(rotary), "apply_rotary", "rope", "^apply_rotary_pos_emb is not apply_rotary"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
@@ -59,7 +59,7 @@ def test_slightly_wrong_kernel_is_caught(
 def test_rotary_function_is_verified_again_for_a_models_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert apply_liger_kernels(tiny_llama(), ["rope"]).num_replaced == 2  # what it computes is known from here on
     monkeypatch.setattr(rotary, "apply_rotary", slightly_wrong(rotary.apply_rotary, 1e-4))
-    with pytest.raises(ValueError, match=r"LlamaAttention: apply_rotary is not the same: output differs by 1\.0e-04"):
+    with pytest.raises(ValueError, match=r"LlamaAttention: apply_rotary is not equivalent: output differs by 1\.0e-04"):
         apply_liger_kernels(tiny_llama(), ["rope"])
 
 
@@ -116,7 +116,7 @@ def test_error_of_the_module_means_that_it_is_not_the_same(message: str, monkeyp
 
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", fails)
     entry = next(entry for entry in apply_liger_kernels(tiny_llama()).entries if entry.kernel == "rms_norm")
-    assert entry.reason == f"rms_norm (llama casting) is not the same: {message or 'RuntimeError'}"
+    assert entry.reason == f"rms_norm (llama casting) is not equivalent: {message or 'RuntimeError'}"
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.device], ids=["no_grad", "meta_device"])

@@ -107,7 +107,7 @@ def test_compiled_modules_train_as_others() -> None:
 
 
 def test_former_name_of_means_over_steps_warns() -> None:
-    with pytest.warns(FutureWarning, match="'tokens' now"):
+    with pytest.warns(FutureWarning, match="renamed to 'tokens'"):
         assert type("Old", (TwoUnits,), {"loss_normalization": "step"})().loss_normalization == "tokens"
 
 

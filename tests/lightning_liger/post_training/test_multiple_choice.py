@@ -92,7 +92,7 @@ def test_training_learns_the_right_answers_only_and_validation_scores_all(make):
 def test_questions_whose_choices_do_not_fit_are_left_out(make, truncation):
     rows = [QUESTIONS[1], QUESTIONS[2] | {"question": "long " * 60}, QUESTIONS[3]]
     if truncation == "keep_start":
-        with pytest.warns(UserWarning, match="1 of 3 train examples .* left out"):
+        with pytest.warns(UserWarning, match="1 of 3 train examples .* dropped"):
             assert len(make(rows, max_length=64, truncation=truncation).train_data) == 2
         return
     data = make(rows, max_length=64, truncation=truncation)

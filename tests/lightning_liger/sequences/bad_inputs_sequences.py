@@ -30,7 +30,7 @@ BATCHES: list[tuple[Any, ...]] = [
     ({"input_ids": IDS[0]}, "batch['input_ids']", "[batch_size, seq_len]", "(6,)"),
     ({"input_ids": IDS, "position_ids": IDS.to("meta")}, "position_ids", "must be on cpu", "got meta"),
     ({"input_ids": IDS, "shift_labels": IDS[:1]}, "shift_labels", "in 2 rows", "(1, 6)"),
-    ({"input_ids": IDS, "shift_labels": IDS[:, 1:]}, "shift_labels", "6 tokens a row", "(2, 5)"),
+    ({"input_ids": IDS, "shift_labels": IDS[:, 1:]}, "shift_labels", "6 tokens per row", "(2, 5)"),
     ({"input_ids": IDS[:, :5]}, "size=2 must divide", "5 tokens"),
     *(({"input_ids": IDS, key: value}, f"batch['{key}'] must be", text)
       for key in ("labels", "position_ids") for value, text in NOT_INTEGERS),

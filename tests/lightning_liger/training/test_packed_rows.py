@@ -83,5 +83,5 @@ def test_architecture_that_does_not_look_for_documents_is_refused(architecture: 
     model({"input_ids": ids, "position_ids": torch.arange(6)[None]}, ids)
     packed = {"input_ids": ids, "position_ids": torch.arange(6)[None] % 4}
     for more in ({}, {"attention_mask": torch.ones_like(ids)}):
-        with pytest.raises(ValueError, match=r"batch\['position_ids'\] must not start again within a row"):
+        with pytest.raises(ValueError, match=r"batch\['position_ids'\] must not restart within a row"):
             model(packed | more, ids)

@@ -167,14 +167,14 @@ def test_experts_that_get_all_tokens_compute_those_that_are_not_0(monkeypatch: p
 
 
 def test_what_is_no_gated_mlp_is_kept_with_a_reason() -> None:
-    reason = "moe_experts, silu is not the same: output differs by"
+    reason = "moe_experts, silu is not equivalent: output differs by"
     assert_kept(mixtral(hidden_act="tanh"), reason)
     other = mixtral()
     other.scale = nn.Parameter(torch.ones(3))
-    assert_kept(other, "it has other parameters than weights and biases")
+    assert_kept(other, "it has parameters other than weights and biases")
     other = mixtral()
     other.down_proj = nn.Parameter(torch.randn(4, 16, 25))
-    assert_kept(other, "its weights do not fit together")
+    assert_kept(other, "the shapes of its weights are inconsistent")
     other = fill(AllTokens())
     other.bias = nn.Parameter(torch.ones(4, 48))
     assert_kept(other, "its experts get all tokens, and have biases")

@@ -140,7 +140,7 @@ def test_constant_factors_of_swiglu_are_found_and_followed(inside: float, outsid
     if inside != 1.0:
         module.inside = twin.inside = 0.3
         assert_same(module, twin, 10 * tokens())
-    assert_kept(mlp(scaled, F.gelu, outside=0.5, inside=0.5), "gelu_mul is not the same")
+    assert_kept(mlp(scaled, F.gelu, outside=0.5, inside=0.5), "gelu_mul is not equivalent")
 
 
 def test_projections_of_several_dtypes_are_tried_in_these() -> None:
@@ -148,7 +148,7 @@ def test_projections_of_several_dtypes_are_tried_in_these() -> None:
     module = mlp(lambda m, x: m.down((m.activation(m.gate(x)) * m.up(x)).to(m.down.weight.dtype)))
     assert_replaced(module, "silu_mul")
     module.half().down.float()
-    assert_kept(module, "silu_mul is not the same")
+    assert_kept(module, "silu_mul is not equivalent")
 
 
 STEERED: dict[str, Callable[[nn.Module, Any], Any]] = {
@@ -221,17 +221,17 @@ def test_look_alike_is_kept_with_a_reason(make: Callable[[], nn.Module], dtype: 
     for training in (True, False):
         module = make().train(training).to(dtype)
         description = "silu_mul" + (", packed" if hasattr(module, "both") else "")
-        assert_kept(module, f"{description} is not the same: output differs by")
+        assert_kept(module, f"{description} is not equivalent: output differs by")
 
 
 def test_reason_is_about_the_activation_and_what_differs() -> None:
-    assert_kept(dropping("gate", p=0.1, activation=F.gelu), "gelu_mul is not the same")
-    with pytest.raises(ValueError, match="MLP: gelu_mul is not the same: output differs by"):
+    assert_kept(dropping("gate", p=0.1, activation=F.gelu), "gelu_mul is not equivalent")
+    with pytest.raises(ValueError, match="MLP: gelu_mul is not equivalent: output differs by"):
         apply_liger_kernels(mlp(), ["gelu_mul"])
     detached = mlp(lambda m, x: m.down(m.activation(m.gate(x)).detach() * m.up(x)))
-    assert_kept(detached, "silu_mul is not the same: gradient differs by")
+    assert_kept(detached, "silu_mul is not equivalent: gradient differs by")
     reads = mlp(lambda m, x: F.linear(m.activation(F.linear(x, m.gate.weight)) * m.up(x), m.down.weight))
-    assert_kept(reads, "silu_mul is not the same: ")
+    assert_kept(reads, "silu_mul is not equivalent: ")
 
 
 def with_buffer() -> nn.Module:

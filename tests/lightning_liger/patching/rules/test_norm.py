@@ -213,9 +213,9 @@ FORWARDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "gelu gate": (lambda m, x, gate: plain(m, x * F.gelu(gate)), DIFFERS, {}),
     "detached gate": (lambda m, x, gate: plain(m, x * F.silu(gate.detach())), "have been used in the graph", {}),
     "detached": (lambda m, x: x * rstd(x, m.eps).detach() * m.weight, "gradient differs by", {}),
-    "weightless groups": (lambda m, x: groups(m, x, 32), "rms_norm (llama casting) is not the same", {"weight": None}),
+    "weightless groups": (lambda m, x: groups(m, x, 32), "(llama casting) is not equivalent", {"weight": None}),
     "unbiased variance": (unbiased, DIFFERS, BIASED),
-    "rms with bias": (lambda m, x: plain(m, x) + m.bias, "layer_norm is not the same: output differs by", BIASED),
+    "rms with bias": (lambda m, x: plain(m, x) + m.bias, "layer_norm is not equivalent: output differs by", BIASED),
     "scalar gain": (plain, NO_VECTORS, {"weight": ()}),
     "gain of one element": (plain, WIDER, {"weight": 1}),
 }  # fmt: skip
@@ -226,7 +226,7 @@ LOOK_ALIKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     },
     "buffer": (lambda: with_buffer(written(plain, "SomeNorm", weight=SIZE, eps=1e-5), persistent=True), NO_VECTORS),
     "batch norm": (lambda: nn.BatchNorm1d(SIZE), NO_VECTORS),
-    "group norm": (lambda: nn.GroupNorm(2, SIZE), "layer_norm is not the same"),
+    "group norm": (lambda: nn.GroupNorm(2, SIZE), "layer_norm is not equivalent"),
     "two normalized dimensions": (lambda: nn.LayerNorm((5, SIZE)), NO_VECTORS),
 }
 
