@@ -201,7 +201,8 @@ class _Update(NamedTuple):
         step = self.step.double()
         correction1, correction2 = ((1.0 - torch.exp(step * _log(beta))).to(dtype) for beta in (beta1, beta2))
         denominator = exp_avg_sq.sqrt() / correction2.sqrt() + self.options["eps"]
-        param = param - (param * (lr * self.options["weight_decay"]) + lr / correction1 * exp_avg / denominator)
+        rate = torch.full_like(correction1, lr) / correction1  # a number would be multiplied by a reciprocal
+        param = param - (param * (lr * self.options["weight_decay"]) + rate * exp_avg / denominator)
         rounds_param, rounds_moments = self._rounds()
         if rounds_param or rounds_moments:
             words = moments.random_words(param.shape, has_codes, self.options["seed"], self.step, self.number)

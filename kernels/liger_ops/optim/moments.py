@@ -13,7 +13,7 @@ second 255 over 32. The square root of the smallest second moment is above the s
 moment becomes 0 unless it is 0: a first moment is never divided by a vanished second one. A block with a number that is
 not finite is NaN. Decoded moments that are encoded to nearest have the same codes and scales.
 
-Random numbers are Philox4x32-10's (doi:10.1145/2063384.2063405), one of 32 bits for each element: the key is a seed, the
+Random numbers are Philox4x32-10's (doi:10.1145/2063384.2063405), 32 bits for each element: the key is a seed, the
 counter the element's index, the step and the parameter's number. A parameter and its moments take it times 1 and two
 odd factors, whose upper bits look independent.
 """
