@@ -34,10 +34,9 @@ _BLOCK_SIZE, _NUM_WARPS = 1024, 4
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS = ("lr", "eps", "weight_decay")
 _VARIANTS = ("amsgrad", "capturable", "differentiable")
-_OWN = ("state_dtype", "stochastic_rounding", "seed")
-"""Options that PyTorch's AdamW does not have."""
-_STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
-_MOMENTS = {*NAMES, *chain.from_iterable(map(moments.names_of, NAMES))}
+OWN_OPTIONS = {"state_dtype": None, "stochastic_rounding": False, "seed": 0}
+"""Options that PyTorch's AdamW does not have, and what they are where groups have none, as in its checkpoints."""
+_NAMES_OF_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _plain_step = inspect.unwrap(torch.optim.AdamW.step)
 """Without what PyTorch wraps around it: hooks of a step run around the whole of ours."""
 
@@ -242,11 +241,12 @@ class AdamW(torch.optim.AdamW):
         weight_decay: Decoupled decay, multiplied by the learning rate.
         maximize: Whether to go up the gradient.
         state_dtype: Of both moments: None for the parameter's; ``torch.float32``; ``torch.bfloat16``, rounded
-            stochastically; ``"8bit"``, in codes with a scale for each block of 256 numbers along the last dimension,
-            rounded stochastically. Moments of vectors, of rows of fewer than 256 numbers and of parameters of fewer
-            than 4096 are then float32. States of codes are ``exp_avg_codes`` and ``exp_avg_sq_codes``, uint8 of the
-            parameter's shape, and ``exp_avg_scales`` and ``exp_avg_sq_scales``, float32 ``[..., blocks of a row]``;
-            they are sharded as the parameter. Under FSDP1, ``state_dict`` makes float32 moments of them.
+            stochastically; the name of one of these, which groups have; ``"8bit"``, in codes with a scale for each
+            block of 256 numbers along the last dimension, rounded stochastically. Moments of vectors, of rows of fewer
+            than 256 numbers and of parameters of fewer than 4096 are then float32. States of codes are
+            ``exp_avg_codes`` and ``exp_avg_sq_codes``, uint8 of the parameter's shape, and ``exp_avg_scales`` and
+            ``exp_avg_sq_scales``, float32 ``[..., blocks of a row]``; they are sharded as the parameter. Under FSDP1,
+            ``state_dict`` makes float32 moments of them.
         stochastic_rounding: Whether bfloat16 parameters are rounded stochastically; steps below half their last digit
             are lost otherwise.
         seed: Of the random numbers.
@@ -266,7 +266,7 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        state_dtype: torch.dtype | Literal["8bit"] | None = None,
+        state_dtype: torch.dtype | Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
@@ -278,13 +278,15 @@ class AdamW(torch.optim.AdamW):
         check_number("eps", eps, at_least=0.0)
         check_number("weight_decay", weight_decay, at_least=0.0)
         check_bool("maximize", maximize)
-        own = dict(zip(_OWN, (state_dtype, stochastic_rounding, seed), strict=True))
-        _check_own({"params": [], **own})
+        own = dict(zip(OWN_OPTIONS, (state_dtype, stochastic_rounding, seed), strict=True))
+        _check_own(own | {"params": []})
         first, second = (beta if isinstance(beta, Tensor) else float(beta) for beta in betas)
         super().__init__(params, lr, (first, second), eps, weight_decay, maximize=maximize)
-        self.defaults |= own
-        for group in self.param_groups:
-            _check_own(group | {name: group.setdefault(name, value) for name, value in own.items()})
+        if own != OWN_OPTIONS:
+            self.defaults |= own
+            for group in self.param_groups:
+                group |= own | group
+                _check_own(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as PyTorch's optimizers do."""
@@ -293,8 +295,7 @@ class AdamW(torch.optim.AdamW):
         is_open = group["fused"] is None and group["foreach"] is None and not group["differentiable"]
         if is_open and group["params"] and all(each.is_cuda and each.is_floating_point() for each in group["params"]):
             group["fused"] = True
-        if "seed" in self.defaults:  # else the constructor checks
-            _check_own(group)
+        _check_own(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes a step; returns what ``closure`` returned, which is called first to compute the gradients."""
@@ -323,8 +324,7 @@ class AdamW(torch.optim.AdamW):
         states = state_dict["state"]
         for number, parameter in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
             if number in states and moments.is_flat(parameter):
-                others = {name: value for name, value in states[number].items() if name not in _MOMENTS}
-                states[number] = others | {name: moments.read(states[number], name) for name in NAMES}
+                states[number] = moments.relaid(states[number], to_codes=False)
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -332,18 +332,20 @@ class AdamW(torch.optim.AdamW):
 
         States are not copied if they are of the right dtype and on the right device.
         """
-        own = [{name: group[name] for name in _OWN} for group in self.param_groups]
+        own = [{name: group[name] for name in OWN_OPTIONS if name in group} for group in self.param_groups]
         states = {
-            number: {name: value for name, value in state.items() if name not in _MOMENTS}
+            number: {name: value for name, value in state.items() if name not in moments.STORED}
             for number, state in state_dict["state"].items()
         }  # PyTorch would cast moments to the parameter's dtype
         super().load_state_dict({**state_dict, "state": states})
         for group, saved, options in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
-            group |= options | {"seed": saved.get("seed", options["seed"])}
+            for name in OWN_OPTIONS:
+                group.pop(name, None)
+            group |= options | ({"seed": saved["seed"]} if options and "seed" in saved else {})
             for number, parameter in zip(saved["params"], group["params"], strict=True):
                 state = state_dict["state"].get(number, {})
-                if not _MOMENTS.isdisjoint(state):
-                    dtype = moments.dtype_of(parameter, group["state_dtype"])
+                if not moments.STORED.isdisjoint(state):
+                    dtype = moments.dtype_of(parameter, group.get("state_dtype"))
                     for name in NAMES:
                         self.state[parameter] |= moments.converted(state, name, parameter, dtype)
 
@@ -381,7 +383,7 @@ class AdamW(torch.optim.AdamW):
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor):
             spread = grad.redistribute(parameter.device_mesh, parameter.placements)
         codes, scales = zip(*map(moments.names_of, NAMES), strict=True)
-        has_codes = codes[0] in state
+        has_codes = moments.has_codes(state)
         stored = (state[name] for name in (codes if has_codes else NAMES))
         tensors = tuple(map(moments.local, (parameter, spread, *stored)))
         own_scales = tuple(moments.local(state[name]) for name in scales) if has_codes else None
@@ -412,22 +414,25 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any] | None:
         return None
     options: dict[str, Any] = {name: float(value) for name, value in numbers.items()}
     options |= {"betas": tuple(map(float, group["betas"])), "maximize": bool(group["maximize"])}
-    return options | {name: group[name] for name in _OWN}
+    return options | {name: group.get(name, default) for name, default in OWN_OPTIONS.items()}
 
 
 def _is_own(parameter: Tensor, group: dict[str, Any]) -> bool:
     """Whether PyTorch cannot update a parameter: it is rounded stochastically, or its moments are not as it is."""
-    rounds_moments = group["state_dtype"] == torch.bfloat16
-    if rounds_moments or (group["stochastic_rounding"] and parameter.dtype == torch.bfloat16):
+    state_dtype = group.get("state_dtype")
+    if state_dtype == "bfloat16" or (group.get("stochastic_rounding") and parameter.dtype == torch.bfloat16):
         return True
-    return moments.dtype_of(parameter, group["state_dtype"]) != parameter.dtype
+    return moments.dtype_of(parameter, state_dtype) != parameter.dtype
 
 
 def _check_own(group: dict[str, Any]) -> None:
-    """Raises unless the options that PyTorch does not have are right for a group's parameters."""
-    check_choice("state_dtype", group["state_dtype"], _STATE_DTYPES)
-    check_bool("stochastic_rounding", group["stochastic_rounding"])
-    check_integer("seed", group["seed"], at_least=0)
+    """Raises unless the options that PyTorch does not have are right for a group's parameters; names its dtype."""
+    options = OWN_OPTIONS | group
+    check_choice("state_dtype", options["state_dtype"], (*moments.STATE_DTYPES, *_NAMES_OF_DTYPES))
+    if options["state_dtype"] in _NAMES_OF_DTYPES:
+        group["state_dtype"] = _NAMES_OF_DTYPES[options["state_dtype"]]
+    check_bool("stochastic_rounding", options["stochastic_rounding"])
+    check_integer("seed", options["seed"], at_least=0)
     for parameter in group["params"]:
         if _is_own(parameter, group):
             if not parameter.is_floating_point():

@@ -19,6 +19,7 @@ odd factors, whose upper bits look independent.
 """
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ BLOCK = 256
 """Numbers that share a scale."""
 MIN_ELEMENTS = 4096
 """Of a parameter whose moments have codes."""
+STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+"""What moments are stored in, by the names that groups have: PyTorch saves no dtypes in shards."""
 FACTORS = (1597334677, 741103597)
 """Of the random words of both moments: multipliers that pass the spectral test."""
 WORD = 2**32 - 1
@@ -45,6 +48,10 @@ NAMES = ("exp_avg", "exp_avg_sq")
 def names_of(name: str) -> tuple[str, str]:
     """The names of a moment's codes, uint8 of the parameter's shape, and scales ``[..., blocks of a row]``, float32."""
     return f"{name}_codes", f"{name}_scales"
+
+
+STORED = {*NAMES, *chain.from_iterable(map(names_of, NAMES))}
+"""The names of all that may be stored of moments."""
 
 
 def _grid(is_signed: bool) -> tuple[int, float]:
@@ -124,6 +131,22 @@ def converted(state: dict[str, Any], name: str, like: Tensor, dtype: torch.dtype
     return {each: spread(tensor, like) for each, tensor in zip((codes, scales), made, strict=True)}
 
 
+def has_codes(state: dict[str, Any]) -> bool:
+    """Whether a parameter's states have codes for moments."""
+    return names_of(NAMES[0])[0] in state
+
+
+def relaid(state: dict[str, Any], to_codes: bool) -> dict[str, Any]:
+    """Saved states with codes for moments, or float32 for codes; as they are if that is so, or without moments."""
+    if has_codes(state) == to_codes or not (has_codes(state) or NAMES[0] in state):
+        return state
+    made = {name: value for name, value in state.items() if name not in STORED}
+    like = state[NAMES[0] if to_codes else names_of(NAMES[0])[0]]
+    for name in NAMES:
+        made |= converted(state, name, like, torch.uint8 if to_codes else torch.float32)
+    return made
+
+
 def zeros(like: Tensor, name: str, dtype: torch.dtype) -> Moment:
     """A moment before the first step."""
     if dtype != torch.uint8:
@@ -156,14 +179,15 @@ def is_flat(parameter: Tensor) -> bool:
     return getattr(parameter, "_fsdp_flattened", False)
 
 
-def dtype_of(parameter: Tensor, state_dtype: torch.dtype | str | None) -> torch.dtype:
-    """The dtype of a parameter's moments, uint8 for codes.
+def dtype_of(parameter: Tensor, state_dtype: str | None) -> torch.dtype:
+    """The dtype of a parameter's moments, uint8 for codes, by a name in ``STATE_DTYPES``.
 
     Raises:
         ValueError: If blocks of a row would be divided among ranks.
     """
-    if not isinstance(state_dtype, str):
-        return parameter.dtype if state_dtype is None else state_dtype
+    wanted = STATE_DTYPES[state_dtype]
+    if wanted != torch.uint8:
+        return wanted or parameter.dtype
     is_matrix = is_flat(parameter) or (parameter.dim() > 1 and parameter.shape[-1] >= BLOCK)
     if not is_matrix or parameter.numel() < MIN_ELEMENTS:
         return torch.float32
