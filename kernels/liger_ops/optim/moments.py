@@ -192,6 +192,8 @@ def dtype_of(parameter: Tensor, state_dtype: str | None) -> torch.dtype:
     if not is_matrix or parameter.numel() < MIN_ELEMENTS:
         return torch.float32
     if isinstance(parameter, DTensor):
+        if parameter.device.type not in ("meta", parameter.device_mesh.device_type):
+            raise wrong_value("state_dtype", "None or a dtype for shards that are kept in CPU memory", state_dtype)
         sharded = [getattr(each, "dim", None) == parameter.dim() - 1 for each in parameter.placements]
         num_shards = math.prod(
             size for size, is_last in zip(parameter.device_mesh.shape, sharded, strict=True) if is_last
