@@ -129,7 +129,7 @@ class _Update(NamedTuple):
     tensors: tuple[Tensor, ...]  # this rank's part of both and of both moments, of one shape
     step: Tensor  # [], float32: this step's number, from 1
     options: dict[str, Any]  # of its group
-    scales: tuple[Tensor, Tensor] | None = None  # of moments that are codes
+    scales: tuple[Tensor, ...] | None = None  # of moments that are codes
     number: int = 0  # of the parameter
 
     def run(self) -> None:

@@ -65,14 +65,14 @@ def random_words(shape: torch.Size, is_padded: bool, seed: int, step: Tensor, nu
     row = -(-last // BLOCK) * BLOCK if is_padded else last
     num_words = math.prod(shape[:-1]) * row
     group = torch.arange(-(-num_words // 4), device=step.device)
-    first, second, third, fourth = group & WORD, group >> 32, step.long().expand_as(group), number
+    counter = [group & WORD, group >> 32, step.long().expand_as(group), torch.full_like(group, number)]
     key = [seed & WORD, seed >> 32]
     for _ in range(10):
-        a, b = first * 0xD2511F53, third * 0xCD9E8D57
-        first, second, third, fourth = (b >> 32 & WORD) ^ second ^ key[0], b & WORD, (a >> 32) ^ fourth ^ key[1], a
-        third, fourth = third & WORD, fourth & WORD
+        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        upper = (b >> 32) ^ counter[1] ^ key[0], (a >> 32) ^ counter[3] ^ key[1]
+        counter = [upper[0] & WORD, b & WORD, upper[1] & WORD, a & WORD]
         key = [key[0] + 0x9E3779B9 & WORD, key[1] + 0xBB67AE85 & WORD]
-    words = torch.stack((first, second, third, fourth), dim=-1).flatten()[:num_words]
+    words = torch.stack(counter, dim=-1).flatten()[:num_words]
     return words.view(*shape[:-1], row)[..., :last].view(shape)
 
 
@@ -169,7 +169,7 @@ def spread(part: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return part
     row_size = like.shape[-1] if part.shape[-1] == local(like).shape[-1] else -(-like.shape[-1] // BLOCK)
-    shape = (*like.shape[:-1], row_size)
+    shape = torch.Size((*like.shape[:-1], row_size))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 

@@ -77,7 +77,7 @@ def load_optimizer_state(
         reader = dcp.FileSystemReader(path)
         names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(f"{key}.")]
         if any(name.startswith(f"{key}.state.") for name in names):
-            shards = {key: get_optimizer_state_dict(model, optimizer)}
+            shards: dict[str, Any] = {key: get_optimizer_state_dict(model, optimizer)}
             own = {name: has_codes(state) for name, state in shards[key]["state"].items()}
             _relay(shards[key], {name: f"{key}.state.{name}.exp_avg_codes" in names for name in own})
             for index, group in enumerate(shards[key]["param_groups"]):
@@ -96,8 +96,8 @@ def load_optimizer_state(
         return
     if isinstance(next(iter(whole["state"])), int):  # of a model that is not sharded
         whole = FullyShardedDataParallel.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_NAME, model)
-    own = get_optimizer_state_dict(model, optimizer)["state"] if is_distributed(model) else {}
-    _relay(whole, {name: has_codes(own.get(name, {})) for name in whole["state"]})
+    wanted: Any = get_optimizer_state_dict(model, optimizer)["state"] if is_distributed(model) else {}
+    _relay(whole, {name: has_codes(wanted.get(name, {})) for name in whole["state"]})
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_distributed(model))
     set_optimizer_state_dict(model, optimizer, whole, options=options)
 

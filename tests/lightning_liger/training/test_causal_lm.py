@@ -88,7 +88,6 @@ def test_moments_in_8_bits_train_as_float32_to_within_a_hundredth() -> None:
     kinds = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     assert coded == {"lm_head.weight", *(f"model.layers.0.{kind}.weight" for kind in kinds)}
     assert ends["8bit"] == pytest.approx(ends[None], rel=0.01)
-    print(ends)
 
 
 def test_moments_are_deepspeeds_own_and_wrong_ones_are_refused() -> None:
