@@ -138,7 +138,7 @@ class _Update(NamedTuple):
             if _can_launch(self.tensors):
                 self._launch()
             else:
-                self.run_reference()
+                self._run_reference()
         increment_version(self.parameter)  # a graph that saved the parameter is out of date
 
     def _rounds(self) -> tuple[bool, bool]:
@@ -183,17 +183,15 @@ class _Update(NamedTuple):
             BLOCK_SIZE=_BLOCK_SIZE,
         )
 
-    def run_reference(self) -> None:
+    def _run_reference(self) -> None:
         """The kernel's update in PyTorch."""
         (beta1, beta2), lr = self.options["betas"], self.options["lr"]
         dtype = torch.promote_types(self.tensors[0].dtype, torch.float32)
         param, grad = (each.to(dtype) for each in self.tensors[:2])
-        stored, has_codes = self.tensors[2:], self.scales is not None
+        exp_avg, exp_avg_sq = stored = self.tensors[2:]
         if self.scales is not None:
-            both = (moments.decode(*each).to(dtype) for each in zip(stored, self.scales, (True, False), strict=True))
-        else:
-            both = (each.to(dtype) for each in stored)
-        exp_avg, exp_avg_sq = both
+            exp_avg, exp_avg_sq = map(moments.decode, stored, self.scales, (True, False))
+        exp_avg, exp_avg_sq = exp_avg.to(dtype), exp_avg_sq.to(dtype)
         grad = -grad if self.options["maximize"] else grad
         exp_avg = exp_avg + (grad - exp_avg) * (1.0 - beta1)
         exp_avg_sq = exp_avg_sq * beta2 + grad * grad * (1.0 - beta2)
@@ -204,7 +202,8 @@ class _Update(NamedTuple):
         param = param - (param * (lr * self.options["weight_decay"]) + rate * exp_avg / denominator)
         rounds_param, rounds_moments = self._rounds()
         if rounds_param or rounds_moments:
-            words = moments.random_words(param.shape, has_codes, self.options["seed"], self.step, self.number)
+            is_padded = self.scales is not None
+            words = moments.random_words(param.shape, is_padded, self.options["seed"], self.step, self.number)
         self.tensors[0].copy_(moments.cut(param, words) if rounds_param else param)
         for index, value in enumerate((exp_avg, exp_avg_sq)):
             if rounds_moments:
@@ -375,9 +374,9 @@ class AdamW(torch.optim.AdamW):
         if grad.layout != torch.strided:
             raise wrong_type("gradients", "dense with state_dtype or stochastic_rounding", grad)
         if not state:
-            dtype = moments.dtype_of(parameter, options["state_dtype"])
-            state.update({"step": 0.0}, **moments.zeros(parameter, NAMES[0], dtype))
-            state.update(moments.zeros(parameter, NAMES[1], dtype))
+            state["step"] = 0.0
+            for name in NAMES:
+                state |= moments.zeros(parameter, name, moments.dtype_of(parameter, options["state_dtype"]))
         state["step"] = step = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
         spread = grad
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor):

@@ -149,11 +149,7 @@ def of_moments(ranks: dict[str, Any], engine: str) -> dict[str, Any]:
     paths = [ranks["folder"] / f"{engine}-{name}.ckpt" for name in ("codes", "numbers")]
     fabric.save(paths[0], dict(zip(("model", "optimizer"), first, strict=True)))
     found = {"codes": [list(state) for state in first[1].optimizer.state.values()], "expected": train(*first, 2)}
-    for name, kind, options in (
-        ("8bit", AdamW, {"state_dtype": "8bit"}),
-        ("bfloat16", AdamW, {"state_dtype": torch.bfloat16}),
-        ("plain", torch.optim.AdamW, {}),
-    ):
+    for name, kind, options in (("8bit", AdamW, {"state_dtype": "8bit"}), ("plain", torch.optim.AdamW, {})):
         other = make(kind, **options)
         fabric.load(paths[0], dict(zip(("model", "optimizer"), other, strict=True)))
         found[name] = train(*other, 2)
@@ -171,7 +167,6 @@ def test_moments_in_codes_are_saved_and_loaded_by_all_strategies(ranks, engine):
     for found in ranks.of(engine):
         assert any("exp_avg_codes" in names for names in found["codes"])
         assert found["8bit"] == found["expected"]
-        assert found["bfloat16"] == pytest.approx(found["expected"], rel=1e-3)
         assert found["plain"] == pytest.approx(found["expected"], rel=1e-5)
         assert found["back"] == found["went on"]
 
