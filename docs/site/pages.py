@@ -53,7 +53,7 @@ PACKAGES = {
     "lightning_liger.monitor": "lightning_liger/monitor/__init__.py",
     "liger_ops": "kernels/liger_ops/__init__.py",
     "liger_ops.nn": "kernels/liger_ops/nn.py",
-    "liger_ops.optim": "kernels/liger_ops/optim.py",
+    "liger_ops.optim": "kernels/liger_ops/optim/__init__.py",
 }
 """Packages and modules with public names, and their files."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

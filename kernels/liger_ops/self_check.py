@@ -1,6 +1,7 @@
 """Self-checks of the public ops: forward and backward against plain PyTorch in float64, on this machine.
 
 Those of float8 compare each kind of product with the one that a CPU emulates in float32: only rounding differs.
+That of AdamW's small moments compares with the same random numbers on a CPU.
 
 ``python -m liger_ops.self_check [--device cuda:0] [op ...]`` prints lines of JSON, one for each op and GPU. Sizes are
 small: a GPU spends its time in compiling kernels, which Triton caches on disk. Needs torch and Triton only.
@@ -23,6 +24,7 @@ import liger_ops
 from liger_ops.fp8.gated_mlp import scaled_gated_mlp
 from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import unsupported
+from liger_ops.optim import AdamW
 
 _EPS = 1e-5
 
@@ -353,14 +355,28 @@ def _float8_leaves(device: torch.device, *shapes: tuple[int, ...]) -> list[Tenso
     return [torch.randn(shape).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
 
 
-FLOAT8: dict[str, tuple[Callable[[torch.device], list[Tensor]], slice, int]] = {
+def _adamw(device: torch.device) -> list[Tensor]:
+    """A parameter, its moments and their scales after two steps, for moments in bfloat16 and in 8 bits."""
+    results = []
+    for state_dtype in ("bfloat16", "8bit"):
+        weight = torch.nn.Parameter(torch.randn(15, 300).to(device, torch.bfloat16))
+        optimizer = AdamW([weight], lr=0.01, state_dtype=state_dtype, stochastic_rounding=True)
+        for _ in range(2):
+            weight.grad = torch.randn(15, 300).to(weight)
+            optimizer.step()
+        results += [weight.detach(), *optimizer.state[weight].values()]
+    return [each.to(torch.bfloat16) for each in results]
+
+
+COMPARED: dict[str, tuple[Callable[[torch.device], list[Tensor]], slice, int]] = {
     "float8_fprop": (_float8_linear, slice(0, 1), 2),
     "float8_dgrad": (_float8_linear, slice(1, 2), 2),
     "float8_wgrad": (_float8_linear, slice(2, 3), 2),
     "float8_gated_mlp": (_float8_gated_mlp, slice(0, 5), 8),  # between products, roundings to float8 may differ
+    "adamw_moments": (_adamw, slice(0, 10), 1),  # a code more or less, where a sum is rounded otherwise
 }
-"""Checks of float8: a function, which of its results are compared, and the allowed error in roundings to bfloat16."""
-NAMES = (*CASES, *FLOAT8)
+"""Checks against a CPU: a function, which results are compared, and the allowed error in roundings to bfloat16."""
+NAMES = (*CASES, *COMPARED)
 """The ops that have a self-check, those first whose kernels compile for longest."""
 
 
@@ -371,8 +387,8 @@ def run_self_checks(
     device = torch.device(device)
     path = "triton" if liger_ops.backend.use_triton(torch.empty(1, device=device, dtype=dtype)) else "pytorch"
     for name in names:
-        if name in FLOAT8:
-            yield _check_float8(name, device)
+        if name in COMPARED:
+            yield _compare_with_cpu(name, device)
             continue
         start = time.perf_counter()
         error, allowed, is_error = float("nan"), float("nan"), False
@@ -386,10 +402,12 @@ def run_self_checks(
         yield Result(name, str(device), kind, path, error, allowed, seconds, message, is_error)
 
 
-def _check_float8(name: str, device: torch.device) -> Result:
-    start, (function, chosen, roundings) = time.perf_counter(), FLOAT8[name]
-    found = Result(name, str(device), "bfloat16", "triton" if device.type == "cuda" else "emulated", 0.0, 0.0, 0.0)
-    if reason := unsupported(device):
+def _compare_with_cpu(name: str, device: torch.device) -> Result:
+    start, (function, chosen, roundings) = time.perf_counter(), COMPARED[name]
+    is_float8 = name.startswith("float8")
+    path = "triton" if device.type == "cuda" else "emulated" if is_float8 else "pytorch"
+    found = Result(name, str(device), "bfloat16", path, 0.0, 0.0, 0.0)
+    if is_float8 and (reason := unsupported(device)):
         return replace(found, message=reason, is_unsupported=True)
 
     def run(device: torch.device) -> list[Tensor]:

@@ -46,7 +46,8 @@ def run_inspect(
         num_gpus: How many GPUs train together.
         strategy: By default single for one GPU and fsdp for more.
         precision: As of Lightning's Trainer; mixed ones with fsdp and deepspeed_stage_*.
-        optimizer: adamw is PyTorch's with fused=True, adamw_foreach its default.
+        optimizer: adamw is PyTorch's with fused=True, adamw_foreach its default; adamw_bfloat16 and adamw_8bit are
+            LigerCausalLM's with that state_dtype.
         memory_budget: For the plan of layers, as strategies take it: GiB above 1, or a share of the GPU up to 1 or
             auto, which need --gpu.
         fp8: Whether linear layers run in float8 with our strategies.

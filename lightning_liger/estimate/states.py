@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from liger_ops.arguments import check_choice, wrong_value
+from liger_ops.optim.moments import dtype_of, zeros
 from lightning_liger.activations.layers import find_layers
+from lightning_liger.training.causal_lm import needs_float32_moments
 
 StrategyName = Literal["single", "ddp", "fsdp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 PrecisionName = Literal["bf16-true", "16-true", "32-true", "bf16-mixed", "16-mixed"]
-OptimizerName = Literal["adamw", "adamw_foreach", "sgd", "sgd_momentum"]
+OptimizerName = Literal["adamw", "adamw_foreach", "adamw_bfloat16", "adamw_8bit", "sgd", "sgd_momentum"]
 
 
 class Sharding(NamedTuple):
@@ -79,15 +81,20 @@ class Optimizer(NamedTuple):
     """How many tensors of a parameter's size it keeps."""
     num_temporaries: int = 0
     """How many its step makes for a moment."""
+    state_dtype: Literal["bfloat16", "8bit"] | None = None
+    """Of its states, as ``LigerCausalLM`` takes it."""
 
 
 OPTIMIZERS = {
     "adamw": Optimizer(2),
     "adamw_foreach": Optimizer(2, 1),
+    "adamw_bfloat16": Optimizer(2, state_dtype="bfloat16"),
+    "adamw_8bit": Optimizer(2, state_dtype="8bit"),
     "sgd": Optimizer(0),
     "sgd_momentum": Optimizer(1),
 }
-"""The optimizers: ``adamw`` is PyTorch's with ``fused=True``, ``adamw_foreach`` its default."""
+"""The optimizers: ``adamw`` is PyTorch's with ``fused=True``, ``adamw_foreach`` its default; those with a dtype are
+:class:`~liger_ops.optim.AdamW` with that ``state_dtype``."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +153,25 @@ def check_choices(strategy: str, num_gpus: int, precision: str, optimizer: str) 
     check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
     if strategy == "single" and num_gpus > 1:
         raise wrong_value("num_gpus", "1 for strategy 'single'", num_gpus)
+    if STRATEGIES[strategy].zero_stage and OPTIMIZERS[optimizer].state_dtype:
+        raise wrong_value("optimizer", "one with states of DeepSpeed's own dtype", optimizer)
     is_mixed = PRECISIONS[precision].compute != PRECISIONS[precision].weights
     if is_mixed and not STRATEGIES[strategy].casts_weights:
         casting = ", ".join(name for name, each in STRATEGIES.items() if each.casts_weights)
         expected = f"without autocast, as 'bf16-true', or of a strategy that casts weights ({casting})"
         raise wrong_value("precision", expected, precision)
+
+
+def _moment_bytes(model: nn.Module, state_dtype: str) -> list[int]:
+    """The bytes of a moment of each trained parameter, as ``LigerCausalLM`` sets up AdamW."""
+    sizes = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter not in sizes:
+                is_wide = state_dtype == "8bit" and needs_float32_moments(module)
+                dtype = dtype_of(parameter, "float32" if is_wide else state_dtype)
+                sizes[parameter] = sum(each.nbytes for each in zeros(parameter, "exp_avg", dtype).values())
+    return list(sizes.values())
 
 
 def states_of(
@@ -173,6 +194,11 @@ def states_of(
         return -(-number // num_gpus) if is_sharded else number
 
     own = share(trained, sharding.optimizer)
+    state_bytes = own * kind.num_states * (full if stage else size)
+    if kind.state_dtype:
+        state_bytes = kind.num_states * sum(
+            share(number, sharding.optimizer) for number in _moment_bytes(model, kind.state_dtype)
+        )
     bucket_bytes = backward_bytes = 0
     step_bytes = own * kind.num_temporaries * size
     if stage:
@@ -190,7 +216,7 @@ def states_of(
         num_gpus,
         weight_bytes=share(total, sharding.weights) * size,
         gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage and sharding.weights else 0,
-        optimizer_bytes=own * (kind.num_states * (full if stage else size) + (full if stage else 0)),
+        optimizer_bytes=state_bytes + (own * full if stage else 0),
         step_bytes=step_bytes,
         bucket_bytes=bucket_bytes,
         backward_bytes=backward_bytes,

@@ -14,8 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from liger_ops.arguments import check_integer, check_number, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, wrong_type, wrong_value
 from liger_ops.optim import AdamW
+from liger_ops.optim.moments import STATE_DTYPES
 from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
@@ -26,6 +27,14 @@ from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 """Parameters of Mamba and its variants that must not decay; some are matrices."""
+
+
+def needs_float32_moments(module: nn.Module) -> bool:
+    """Whether AdamW's moments of a module's own parameters stay in float32 next to others in 8 bits.
+
+    Most rows of embeddings have no gradient in most steps, and few tokens turn on how routers tell experts apart.
+    """
+    return isinstance(module, nn.Embedding) or "router" in type(module).__name__.lower()
 
 
 class LigerCausalLM(LigerLMMixin, L.LightningModule):
@@ -46,6 +55,9 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         weight_decay: Decay of matrices; vectors (norms, biases) and the parameters of state spaces (``A_log``, ``D``,
             ``dt_bias``) do not decay.
         betas: AdamW's averaging factors.
+        state_dtype: Of AdamW's moments: None for the parameters', ``"float32"``, ``"bfloat16"``, or ``"8bit"``, where
+            those of embeddings, routers and vectors are float32; see :class:`~liger_ops.optim.AdamW`.
+        stochastic_rounding: Whether AdamW rounds bfloat16 parameters stochastically, for ``precision="bf16-true"``.
         warmup_steps: Steps in which the learning rate rises to its peak.
         num_training_steps: Optimizer steps after which the learning rate has decayed, warm-up included. None
             takes the Trainer's estimate. If that is unknown (data without a length, or
@@ -89,6 +101,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         num_training_steps: int | None = None,
         loss_type: SFTLoss = "nll",
         lora: dict[str, Any] | None = None,
+        state_dtype: Literal["float32", "bfloat16", "8bit"] | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         self.loss_normalization = loss_normalization
         self.loss_type = loss_type
@@ -104,6 +118,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             raise wrong_type("betas", "two numbers of at least 0 and below 1", betas)
         for index, beta in enumerate(betas):
             check_number(f"betas[{index}]", beta, at_least=0, below=1)
+        check_choice("state_dtype", state_dtype, tuple(STATE_DTYPES))
+        check_bool("stochastic_rounding", stochastic_rounding)
         check_integer("warmup_steps", warmup_steps, at_least=0)
         check_integer("max_new_tokens", max_new_tokens, at_least=1)
         check_integer("num_training_steps", num_training_steps, at_least=1, optional=True)
@@ -189,28 +205,36 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hparams = self._settings
         # A tied parameter is found in each module that holds it; the first one, the embedding, decides.
-        groups: dict[tuple[float, int, float], list[nn.Parameter]] = {}
+        groups: dict[tuple[float, int, float, str | None], list[nn.Parameter]] = {}
         grouped: set[nn.Parameter] = set()
         for module in self.modules():
             scale, warmup_steps = self._learning_rate_scale(module), self._warmup_steps(module)
+            is_wide = hparams.state_dtype == "8bit" and needs_float32_moments(module)
+            state_dtype = "float32" if is_wide else hparams.state_dtype
             for name, parameter in module.named_parameters(recurse=False):
                 is_vector = (module, name) in self._undecayed or "norm" in type(module).__name__.lower()
                 is_undecayed = is_vector or name.endswith("bias") or name in _STATE_SPACE
                 if parameter.requires_grad and parameter not in grouped:
                     grouped.add(parameter)
                     decay = 0.0 if is_undecayed else hparams.weight_decay
-                    groups.setdefault((scale, warmup_steps, decay), []).append(parameter)
+                    groups.setdefault((scale, warmup_steps, decay, state_dtype), []).append(parameter)
+        own: dict[str, Any] = {"stochastic_rounding": hparams.stochastic_rounding}
+        make: Callable[..., torch.optim.Optimizer] = partial(AdamW, **own)
         # DeepSpeed knows optimizers by their class, and warns of all others.
-        plain = partial(torch.optim.AdamW, fused=all(parameter.is_cuda for parameter in grouped))
-        make = plain if isinstance(getattr(self._attached_trainer, "strategy", None), DeepSpeedStrategy) else AdamW
+        if isinstance(getattr(self._attached_trainer, "strategy", None), DeepSpeedStrategy):
+            for name, value in (("state_dtype", hparams.state_dtype), *own.items()):
+                if value:
+                    raise wrong_value(name, "unset with DeepSpeed, whose checkpoints have other states", value)
+            make = partial(torch.optim.AdamW, fused=all(parameter.is_cuda for parameter in grouped))
         optimizer = make(
             [
                 {"params": parameters, "lr": hparams.learning_rate * scale, "weight_decay": decay}
-                for (scale, _, decay), parameters in groups.items()
+                | ({} if state_dtype is None else {"state_dtype": state_dtype})
+                for (scale, _, decay, state_dtype), parameters in groups.items()
             ],
             betas=hparams.betas,
         )
-        factors: Any = [partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, _ in groups]
+        factors: Any = [partial(self._learning_rate_factor, warmup_steps=steps) for _, steps, *_ in groups]
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

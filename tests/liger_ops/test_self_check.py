@@ -1,6 +1,7 @@
 """The self-checks that users run: they cover every public op, pass, and find ops that are wrong."""
 
 import inspect
+import itertools
 import math
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 import liger_ops
-from liger_ops import self_check
+from liger_ops import backend, self_check
 from liger_ops.fp8 import linear
-from liger_ops.self_check import CASES, FLOAT8, NAMES, run_self_checks
+from liger_ops.optim import moments
+from liger_ops.self_check import CASES, COMPARED, NAMES, run_self_checks
 
 
 def test_every_public_op_has_a_self_check() -> None:
@@ -67,6 +69,18 @@ def test_an_op_that_is_wrong_is_found_and_named(what: str, monkeypatch: pytest.M
         assert not result.error <= result.allowed
 
 
+def test_kernels_of_small_moments_pass_unless_they_are_wrong(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (result,) = run_self_checks(["adamw_moments"], triton_device)
+    assert result.message == ""
+    encode, calls = moments.encode, itertools.count()  # four of each device
+    monkeypatch.setattr(backend, "use_triton", lambda tensor: False)
+    monkeypatch.setattr(moments, "encode", lambda x, *rest: encode(1.1 * x if next(calls) < 4 else x, *rest))
+    (result,) = run_self_checks(["adamw_moments"], triton_device)
+    assert result.message.startswith("it is wrong")
+
+
 def test_float8_products_that_are_wrong_or_unsupported_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     product, calls = linear.scaled_product, []
 
@@ -76,7 +90,7 @@ def test_float8_products_that_are_wrong_or_unsupported_are_told_apart(monkeypatc
 
     monkeypatch.setattr(linear, "scaled_product", spoilt)
     found = []
-    for name in list(FLOAT8)[:3]:
+    for name in list(COMPARED)[:3]:
         calls.clear()
         found += [(result.op, result.message[:11]) for result in run_self_checks([name]) if result.message]
     assert found == [("float8_wgrad", "it is wrong")]

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from liger_ops.optim.adamw import OWN_OPTIONS
+from liger_ops.optim.moments import has_codes, relaid
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed
 
 
@@ -75,8 +77,15 @@ def load_optimizer_state(
         reader = dcp.FileSystemReader(path)
         names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(f"{key}.")]
         if any(name.startswith(f"{key}.state.") for name in names):
-            shards = {key: get_optimizer_state_dict(model, optimizer)}
+            shards: dict[str, Any] = {key: get_optimizer_state_dict(model, optimizer)}
+            own = {name: has_codes(state) for name, state in shards[key]["state"].items()}
+            _relay(shards[key], {name: f"{key}.state.{name}.exp_avg_codes" in names for name in own})
+            for index, group in enumerate(shards[key]["param_groups"]):
+                for name in OWN_OPTIONS:
+                    if f"{key}.param_groups.{index}.{name}" not in names:  # of an AdamW that has no such option
+                        group.pop(name, None)
             dcp.load(shards, storage_reader=reader)
+            _relay(shards[key], own)
             set_optimizer_state_dict(model, optimizer, shards[key])
             return
         whole = load_sharded_optimizer_state_dict({}, key, reader)[key] if names else whole
@@ -87,8 +96,15 @@ def load_optimizer_state(
         return
     if isinstance(next(iter(whole["state"])), int):  # of a model that is not sharded
         whole = FullyShardedDataParallel.rekey_optim_state_dict(whole, OptimStateKeyType.PARAM_NAME, model)
+    wanted: Any = get_optimizer_state_dict(model, optimizer)["state"] if is_distributed(model) else {}
+    _relay(whole, {name: has_codes(wanted.get(name, {})) for name in whole["state"]})
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_distributed(model))
     set_optimizer_state_dict(model, optimizer, whole, options=options)
+
+
+def _relay(states: dict[str, Any], to_codes: dict[str, bool]) -> None:
+    """Gives moments of AdamW's the layout that is wanted for each parameter: checkpoints are matched by names."""
+    states["state"] = {name: relaid(state, to_codes[name]) for name, state in states["state"].items()}
 
 
 def is_sharded(model: Module) -> bool:

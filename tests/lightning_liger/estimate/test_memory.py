@@ -5,14 +5,18 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from lightning_liger import LigerCausalLM
 from lightning_liger.estimate import inspect_model
 from lightning_liger.estimate.memory import HUGGING_FACE, OURS, largest
 from lightning_liger.estimate.models import find_config
+from lightning_liger.estimate.states import states_of
 from lightning_liger.estimate.step import OWNERS
 from lightning_liger.hardware import Gpu
 from tests.lightning_liger.estimate.test_step import SIZES
+from tests.lightning_liger.tiny import TINY_CONFIG
 
 ROOT = Path(__file__).parents[3]
 TINY = {**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 2}
@@ -25,6 +29,22 @@ def test_estimates_are_within_a_tenth_of_measured_peaks():
     assert len({model for model, _, _ in rows}) >= 5
     assert {implementation for _, implementation, _ in rows} >= {"hf", "ours"}
     assert all(abs(float(error)) < 10 for _, _, error in rows)
+
+
+@pytest.mark.parametrize("state_dtype", [None, "bfloat16", "8bit"])
+def test_moments_take_as_many_bytes_as_those_of_the_optimizer(state_dtype):
+    config = TINY_CONFIG | {"hidden_size": 264, "num_hidden_layers": 1}
+    module = LigerCausalLM(config=config, state_dtype=state_dtype, num_training_steps=1)
+    module.configure_model()
+    optimizer = module.configure_optimizers()["optimizer"]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stored = [value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    name = "_".join(filter(None, ("adamw", state_dtype)))
+    assert states_of(module.model, optimizer=name, precision="32-true").optimizer_bytes == sum(stored)
+    sharded = states_of(module.model, "fsdp2", 2, optimizer=name, precision="32-true").optimizer_bytes
+    assert sharded == pytest.approx(sum(stored) / 2, rel=1e-3)
 
 
 @pytest.fixture

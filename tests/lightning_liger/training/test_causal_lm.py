@@ -73,6 +73,31 @@ def test_optimizer_is_ours_unless_deepspeed_wants_its_own_kind() -> None:
     assert module.trainer.strategy.config["zero_allow_untested_optimizer"]
 
 
+def test_moments_in_8_bits_train_as_float32_to_within_a_hundredth() -> None:
+    config = TINY_CONFIG | {"hidden_size": 256, "num_hidden_layers": 1}  # embeddings have float32 in any case
+    batches = DataLoader([tiny_batch(seed=seed) for seed in range(4)], batch_size=None)
+    ends = {}
+    for state_dtype in (None, "8bit"):
+        torch.manual_seed(0)
+        module = LigerCausalLM(config=config, learning_rate=3e-4, state_dtype=state_dtype, warmup_steps=5)
+        trainer = quiet_trainer(max_steps=100)
+        trainer.fit(module, batches)
+        ends[state_dtype] = trainer.callback_metrics["train_loss"].item()
+        states = trainer.optimizers[0].state
+        coded = {name for name, each in module.model.named_parameters() if "exp_avg_codes" in states[each]}
+    kinds = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    assert coded == {"lm_head.weight", *(f"model.layers.0.{kind}.weight" for kind in kinds)}
+    assert ends["8bit"] == pytest.approx(ends[None], rel=0.01)
+
+
+def test_moments_are_deepspeeds_own_and_wrong_ones_are_refused() -> None:
+    for changed in ({"state_dtype": "8bit"}, {"stochastic_rounding": True}):
+        module = make_module(**changed)
+        module.trainer = quiet_trainer(strategy=LigerDeepSpeedStrategy(config={"zero_optimization": {"stage": 2}}))
+        with pytest.raises(ValueError, match=f"{next(iter(changed))} must be unset with DeepSpeed"):
+            module.configure_optimizers()
+
+
 @pytest.mark.parametrize(
     ("warmup_steps", "min_lr_ratio"), [(3, 0.1), (0, 0.0), (2, 1.0)], ids=["warmup", "none", "constant"]
 )

@@ -1,9 +1,13 @@
-"""Checkpoints of optimizers that have no state: before their first step, or of plain SGD."""
+"""Checkpoints of optimizers that have no state: before their first step, or of plain SGD; and of moments in codes."""
 
+from typing import Any
+
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
 
+from liger_ops.optim import AdamW
 from lightning_liger import (
     FabricLigerFSDPStrategy,
     FabricLigerModelParallelStrategy,
@@ -19,6 +23,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_loader,
     make_trainer,
 )
+from tests.lightning_liger.strategies.workers.trainings import rank_main
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 OF_TRAINER = {
@@ -111,3 +116,60 @@ def test_checkpoint_without_the_optimizer_is_refused(tmp_path):
     fabric.save(tmp_path / "model.ckpt", {"model": model})
     with pytest.raises(ValueError, match="has no state of the optimizer 'optimizer'"):
         fabric.load(tmp_path / "model.ckpt", {"model": model, "optimizer": made})
+
+
+def of_moments(ranks: dict[str, Any], engine: str) -> dict[str, Any]:
+    """Losses of two steps after a checkpoint of codes, and after it was loaded into other optimizers, and back."""
+
+    def make(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = (
+            torch.nn.Linear(264, 300),
+            torch.nn.Tanh(),
+            torch.nn.Linear(300, 41),
+        )  # shards of uneven numbers of rows
+        model = fabric.setup_module(torch.nn.Sequential(*layers))
+        return model, fabric.setup_optimizers(kind(model.parameters(), lr=1e-2, **options))
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> list[float]:
+        losses = []
+        for _ in range(num_steps):
+            loss = model(inputs).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    fabric = L.Fabric(strategy=OF_FABRIC[engine](), accelerator=ranks["accelerator"], devices=ranks["size"])
+    fabric.launch()
+    inputs = torch.randn(8, 264, generator=torch.Generator().manual_seed(ranks["rank"])).to(fabric.device)
+    first = make(AdamW, state_dtype="8bit", seed=3)
+    train(*first, 2)
+    paths = [ranks["folder"] / f"{engine}-{name}.ckpt" for name in ("codes", "numbers")]
+    fabric.save(paths[0], dict(zip(("model", "optimizer"), first, strict=True)))
+    found = {"codes": [list(state) for state in first[1].optimizer.state.values()], "expected": train(*first, 2)}
+    for name, kind, options in (("8bit", AdamW, {"state_dtype": "8bit"}), ("plain", torch.optim.AdamW, {})):
+        other = make(kind, **options)
+        fabric.load(paths[0], dict(zip(("model", "optimizer"), other, strict=True)))
+        found[name] = train(*other, 2)
+    fabric.save(paths[1], dict(zip(("model", "optimizer"), other, strict=True)))
+    fabric.load(paths[1], dict(zip(("model", "optimizer"), first, strict=True)))
+    return found | {"back": train(*first, 1), "went on": train(*other, 1)}
+
+
+def results(ranks: dict[str, Any]) -> dict[str, Any]:
+    return {engine: of_moments(ranks, engine) for engine in OF_FABRIC}
+
+
+@pytest.mark.parametrize("engine", OF_FABRIC)
+def test_moments_in_codes_are_saved_and_loaded_by_all_strategies(ranks, engine):
+    for found in ranks.of(engine):
+        assert any("exp_avg_codes" in names for names in found["codes"])
+        assert found["8bit"] == found["expected"]
+        assert found["plain"] == pytest.approx(found["expected"], rel=1e-5)
+        assert found["back"] == found["went on"]
+
+
+if __name__ == "__main__":
+    rank_main(results)

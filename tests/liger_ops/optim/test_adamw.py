@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from liger_ops import optim
-from liger_ops.optim import AdamW, _Update
+from liger_ops.optim import adamw
+from liger_ops.optim.adamw import AdamW, _Update
 from tests.liger_ops.accuracy import assert_as_accurate, few
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+PLAIN = {"maximize": False, "state_dtype": None, "stochastic_rounding": False, "seed": 0}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -43,7 +44,7 @@ def assert_step_is_accurate(tensors: list[Tensor], step: int, **options: Any) ->
     param, grad, exp_avg, exp_avg_sq = tensors
     number = torch.tensor(float(step), device=param.device)
     grad_before = grad.clone()
-    _Update(param, grad, (param, grad, exp_avg, exp_avg_sq), number, {"maximize": False, **options}).run()
+    _Update(param, grad, (param, grad, exp_avg, exp_avg_sq), number, PLAIN | options).run()
     torch.testing.assert_close(grad, grad_before, rtol=0, atol=0)
     for name, *results in zip(
         ("param", "exp_avg", "exp_avg_sq"), (param, exp_avg, exp_avg_sq), eager, truth, strict=True
@@ -83,7 +84,7 @@ def test_tiny_and_infinite_gradients(triton_device: torch.device) -> None:
     param, grad, exp_avg, exp_avg_sq = make_tensors(64, torch.float32, triton_device)
     grad[7], grad[9] = float("nan"), float("inf")
     step = torch.tensor(3.0, device=triton_device)
-    _Update(param, grad, (param, grad, exp_avg, exp_avg_sq), step, OPTIONS | {"maximize": False}).run()
+    _Update(param, grad, (param, grad, exp_avg, exp_avg_sq), step, OPTIONS | PLAIN).run()
     assert param.isfinite().logical_not().nonzero().flatten().tolist() == [7, 9]
 
 
@@ -102,7 +103,7 @@ def updated_parameters(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Lets kernels update tensors of 16 elements or more; the parameters that they update, as long as that goes on."""
     updated: list[Tensor] = []
 
-    monkeypatch.setattr(optim, "_MIN_ELEMENTS", 16)
+    monkeypatch.setattr(adamw, "_MIN_ELEMENTS", 16)
     note_updates(monkeypatch, updated)
     return updated
 
