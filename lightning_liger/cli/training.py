@@ -21,6 +21,7 @@ from lightning_liger.callbacks.summary import Summary
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
+from lightning_liger.hub import is_hub_name
 from lightning_liger.post_training.teacher import prepare_frozen, store_teacher_topk
 from lightning_liger.resuming.safe_loading import load_file
 from lightning_liger.training.causal_lm import LigerCausalLM
@@ -248,7 +249,7 @@ def _check_checkpoint(config: Namespace) -> None:
     given = config.model.get("init_args")
     if not is_causal_lm or given is None or given.pretrained is not None:
         return
-    for name in ("pretrained", "model_type", "config", "lora"):
+    for name in ("pretrained", "revision", "model_type", "config", "lora"):
         if name in saved and saved[name] != given[name]:
             values = f"{shown(saved[name])} instead of {shown(given[name])}"
             rank_zero_warn(f"model.{name} is taken from the checkpoint: {values}")
@@ -261,9 +262,12 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
     pretrained = model.get("pretrained")
     if not isinstance(pretrained, str) or "tokenizer" not in data or data.tokenizer is not None:
         return
-    if any((Path(pretrained) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    is_on_hub, files = is_hub_name(pretrained), ("tokenizer.json", "tokenizer_config.json")
+    if is_on_hub or any((Path(pretrained) / name).is_file() for name in files):
         rank_zero_info(f"data.tokenizer is that of model.pretrained={pretrained!r}.")
         data.tokenizer = pretrained
+        if is_on_hub and "tokenizer_revision" in data:
+            data.tokenizer_revision = model.get("revision")
 
 
 def _check_engine(trainer: Namespace) -> None:
