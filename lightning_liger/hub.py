@@ -28,13 +28,18 @@ TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
-def is_hub_name(path: Any) -> bool:
-    """Whether ``path`` is ``owner/name``, and neither a file nor a folder."""
+def is_repository(name: Any) -> bool:
+    """Whether ``name`` is a possible ``owner/name`` of a repository."""
     try:
-        validate_repo_id(path)
+        validate_repo_id(name)
     except HFValidationError:
         return False
-    return path.count("/") == 1 and not os.path.exists(path)
+    return isinstance(name, str) and name.count("/") == 1
+
+
+def is_hub_name(path: Any) -> bool:
+    """Whether ``path`` is ``owner/name``, and neither a file nor a folder."""
+    return is_repository(path) and not os.path.exists(path)
 
 
 def check_for_repository(setting: str, value: Any, name: Any) -> None:
@@ -96,7 +101,9 @@ def naming_repository(setting: str, name: str, revision: str | None = None) -> I
         yield
     except GatedRepoError as error:
         page = "on its page of the Hub"
-        raise PermissionError(f"{given} is gated: ask for access {page}, and {log_in} ({_first_line(error)})") from error
+        raise PermissionError(
+            f"{given} is gated: ask for access {page}, and {log_in} ({_first_line(error)})"
+        ) from error
     except RevisionNotFoundError as error:
         raise FileNotFoundError(f"{given}: the repository has no such branch, tag or commit") from error
     except RepositoryNotFoundError as error:

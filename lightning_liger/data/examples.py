@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
-    """Records of JSON lines, JSON, Parquet or CSV files, or of a data set, as batches, tokenized once and then read from a cache.
+    """Records of files or of a data set as batches, tokenized once and then read from a cache.
 
     Examples of which ``max_length`` leaves nothing to learn are left out, with a warning that counts them. Other
     arguments and errors are those of :class:`~lightning_liger.data.module.SequencesDataModule`,

@@ -86,10 +86,10 @@ class ImageTextDataModule(BatchesDataModule):
 
     Args:
         path: A .jsonl, .json or .parquet file, or a folder with such files.
-        processor: The folder of the pretrained model, or its name on the Hub, with its processor; or, for a LLaVA with random weights, a dict:
-            ``tokenizer``, a folder with a Hugging Face tokenizer; ``image_size``, the rows and columns that images are
-            resized to; ``tokens_per_image``, (image_size / patch_size)**2 for most models; and maybe ``image_token``,
-            by default "<image>", which is added to the tokenizer.
+        processor: The pretrained model with its processor, a folder or a name on the Hub; or, for a LLaVA with random
+            weights, a dict: ``tokenizer``, a Hugging Face tokenizer; ``image_size``, the rows and columns that images
+            are resized to; ``tokens_per_image``, (image_size / patch_size)**2 for most models; and maybe
+            ``image_token``, by default "<image>", which is added to the tokenizer.
         max_length: The maximum number of tokens of a sequence. Completions lose their end. None keeps all.
     """
 

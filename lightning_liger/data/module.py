@@ -339,7 +339,9 @@ class TokenizedDataModule(BatchesDataModule):
         settings = {
             "versions": (_FORMAT_VERSION, tokenizers.__version__, transformers.__version__),
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
-            "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self._tokenizer_folder)),
+            "tokenizer": self.vocab_size
+            if self.tokenizer is None
+            else fingerprints(tokenizer_files(self._tokenizer_folder)),
             "files": [(*self._place(split)[:1], *self._key(split)) for split in self._splits],
             **{name: getattr(self, name) for name in self._settings_of_tokens},
         }

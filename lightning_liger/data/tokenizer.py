@@ -60,13 +60,14 @@ def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[P
     if not {"tokenizer.json", "tokenizer_config.json"} & {file.name for file in files}:
         raise FileNotFoundError(
             f"{setting}={str(path)!r}: expected a folder with a Hugging Face tokenizer (tokenizer.json or "
-            f"tokenizer_config.json), or owner/name of one on the Hub. Without data.tokenizer one is trained on the text."
+            "tokenizer_config.json), or owner/name of one on the Hub. Without data.tokenizer one is trained on the"
+            " text."
         )
     return files
 
 
 def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a Hugging Face tokenizer from a folder or the Hub; in errors it is ``described``, or data.tokenizer with the path."""
+    """Loads a Hugging Face tokenizer; in errors it is ``described``, or data.tokenizer with the path."""
     described = described or f"data.tokenizer={str(path)!r}"
     folder = pretrained_folder("data.tokenizer", path)
     try:

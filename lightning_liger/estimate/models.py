@@ -14,9 +14,7 @@ from lightning_liger.training.architecture import build_config
 from lightning_liger.training.lora import add_adapters, check_lora
 
 
-def find_config(
-    model: str, settings: Mapping[str, Any] | None = None, revision: str | None = None
-) -> PreTrainedConfig:
+def find_config(model: str, settings: Mapping[str, Any] | None = None, revision: str | None = None) -> PreTrainedConfig:
     """The configuration of a causal language model. Of one on the Hub, ``config.json`` alone is downloaded.
 
     Args:

@@ -338,9 +338,10 @@ class LigerDistillation(LigerDistillationMixin, LossCausalLM):
     """A causal language model that learns from a teacher.
 
     Arguments are ``teacher``, the teacher's checkpoint, with ``teacher_revision``, or ``teacher_model_type``;
-    ``teacher_config`` and ``teacher_dtype``; ``shard_teacher``; the options of :class:`~lightning_liger.DistillationOptions`, whose
-    ``temperature`` is named ``distillation_temperature``, as ``temperature`` is that of ``predict``; and for the
-    student those of :class:`~lightning_liger.LigerCausalLM`.
+    ``teacher_config`` and ``teacher_dtype``; ``shard_teacher``; the options of
+    :class:`~lightning_liger.DistillationOptions`, whose ``temperature`` is named
+    ``distillation_temperature``, as ``temperature`` is that of ``predict``; and for the student those of
+    :class:`~lightning_liger.LigerCausalLM`.
 
     Raises:
         FileNotFoundError: As :class:`~lightning_liger.LigerCausalLM`; for the teacher when a stage begins.
