@@ -10,8 +10,8 @@ from liger_ops.arguments import check_path, wrong_value
 from lightning_liger.data.records import read_records
 
 RECORD_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-# Files that are read from a folder. Not JSON and HTML: which part of them is text cannot be known.
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet", ".csv")
+# Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 _TEXT_IN_A_FIELD = (".jsonl", ".parquet", ".csv")
 # Folders of the standard library that hold tests, third-party code, or tables of characters instead of programs.
 _LIBRARY_SKIPPED = {

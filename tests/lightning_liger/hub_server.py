@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         exists = f"models/{name}" in self.hub.repositories
         if not exists:
             self.hub.add(f"models/{name}", {})
-            self.hub.private[f"models/{name}"] = bool(asked.get("private"))
+            self.hub.private[f"models/{name}"] = asked.get("visibility") == "private" or bool(asked.get("private"))
         return self._json({"url": f"{self.hub.endpoint}/{name}", "name": name}, 409 if exists else 200)
 
     def _file(self, name: str, revision: str, file: str) -> None:
