@@ -109,6 +109,10 @@ def export_pretrained(
 
 def contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
+    if not ckpt_path.exists():
+        raise FileNotFoundError(
+            f"ckpt_path must be a checkpoint file or the folder of a sharded one, got '{ckpt_path}'"
+        )
     file = next(ckpt_path.glob("*.pt"), None) if ckpt_path.is_dir() else ckpt_path
     found = {} if file is None else load_file(file, weights_only)
     if not isinstance(found, dict) or (file == ckpt_path and not isinstance(found.get("state_dict"), dict)):

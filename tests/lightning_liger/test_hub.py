@@ -144,7 +144,7 @@ def test_data_of_the_hub_are_those_of_their_file(hub, tmp_path, streaming):
     assert sum(each.count("quick brown") for each in decoded) > 40
 
 
-def test_errors_name_the_argument_and_what_to_do(hub, tmp_path, monkeypatch):
+def test_errors_name_the_argument_and_what_to_do(hub, tmp_path, monkeypatch, capsys):
     hub.add("models/someone/gated", tmp_path / "served" / "main")
     hub.gated.add("models/someone/gated")
     data = {"path": "someone/data", "subset": "pairs", "cache_dir": tmp_path / "cache", "tokenizer": "someone/tiny"}
@@ -170,6 +170,13 @@ def test_errors_name_the_argument_and_what_to_do(hub, tmp_path, monkeypatch):
         with pytest.raises(error) as raised:
             make()
         assert all(part in str(raised.value) for part in parts), raised.value
+    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+    given = {"path": "someone/data", "subset": "pairs", "split": "tain", "cache_dir": tmp_path / "cache"}
+    options = ["--model=LigerDPO", "--model.pretrained=someone/tiny", "--data=PreferenceDataModule"]
+    options += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", *options, *(f"--data.{name}={value}" for name, value in given.items())])
+    assert "split='tain', subset='pairs' cannot be loaded" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", hub.token)
     LigerCausalLM("someone/gated").configure_model()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
