@@ -287,7 +287,7 @@ class TokenizedDataModule(BatchesDataModule):
         setting, path = self._place(split)
         named = self.split if split == "train" else self.validation_split
         if is_hub_name(path) and not path.endswith(RECORD_SUFFIXES):
-            options = {"subset": self.subset, "revision": self.revision, "streaming": self.streaming}
+            options: dict[str, Any] = {"subset": self.subset, "revision": self.revision, "streaming": self.streaming}
             self._tables[split] = hub_table(setting, path, named or split, **options)
             return
         for name, value in {_SPLITS[split]: named, "subset": self.subset, "revision": self.revision}.items():

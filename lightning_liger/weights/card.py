@@ -37,7 +37,7 @@ def model_card(module: L.LightningModule, checkpoint: Mapping[str, Any], data: s
     )
     metadata = ModelCardData(
         base_model=base if is_hub_name(base) else None,
-        datasets=[data] if is_hub_name(data) else None,
+        datasets=data if is_hub_name(data) else None,
         library_name="transformers",
         tags=["lightning-liger", kind],
     )

@@ -239,7 +239,7 @@ def test_export_has_a_card_and_is_pushed(hub, tmp_path, monkeypatch):
     assert {name: content for name, content in pushed.items() if name != ".gitattributes"} == files
     card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.base_model == "someone/tiny"
-    assert card.data.datasets == ["someone/data"]
+    assert card.data.datasets == "someone/data"
     for part in (
         "revision other",
         "LigerCausalLM",
