@@ -12,6 +12,8 @@ if not torch.cuda.is_available():
     # Read by Triton when its functions are decorated, so it has to be set before liger_ops is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub at import
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores, or more: further threads only get in the way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)

@@ -184,7 +184,9 @@ HINTS = Hints(
     | dict.fromkeys(("TextDataModule.vocab_size", "PreferenceDataModule.vocab_size"), 257),
     most=dict.fromkeys(AT_MOST_1.split(), 1),
     below={"validation_fraction": 1, "CPOOptions.label_smoothing": 0.5, "TPOOptions.label_smoothing": 0.5},
-    text=frozenset(("attn_implementation", "device_name", "page", "prompt", "teacher", "text_field")),
+    text=frozenset(
+        ("attn_implementation", "device_name", "page", "prompt", "teacher", "text_field", "export_pretrained.data")
+    ),
     also={
         "LigerDeepSpeedStrategy.context_parallel_size": (bool,),
         "eps": (torch.Tensor,),

@@ -14,7 +14,7 @@ PROGRAM = "lightning-liger"
 
 _PACKAGES = {
     *("__main__", "lightning_liger", "liger_ops", "lightning", "lightning_utilities", "jsonargparse"),
-    *("transformers", "huggingface_hub", "contextlib", "os", "pathlib", "fsspec"),
+    *("transformers", "huggingface_hub", "datasets", "contextlib", "functools", "os", "pathlib", "fsspec"),
 }
 """Code that tells users about their input."""
 _WARNINGS = (

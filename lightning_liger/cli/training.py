@@ -21,10 +21,10 @@ from lightning_liger.callbacks.summary import Summary
 from lightning_liger.cli.help import SUBCOMMANDS, Formatter
 from lightning_liger.cli.messages import PROGRAM, closest, message_of
 from lightning_liger.cli.mistakes import refuse
+from lightning_liger.hub import is_hub_name
 from lightning_liger.post_training.teacher import prepare_frozen, store_teacher_topk
-from lightning_liger.resuming.safe_loading import load_file
 from lightning_liger.training.causal_lm import LigerCausalLM
-from lightning_liger.weights.export import export_pretrained
+from lightning_liger.weights.export import contents, export_pretrained
 
 MAX_CPU_PROCESSES = 2
 """Processes of ``devices: auto`` without a GPU: enough to shard, and each has some cores."""
@@ -45,8 +45,10 @@ class _Trainer(L.Trainer):
         output: str,
         max_shard_size: str = "5GB",
         weights_only: bool = True,
+        push_to_hub: str | None = None,
+        private: bool = False,
     ) -> None:
-        """Write a checkpoint's weights to a Hugging Face folder.
+        """Write a checkpoint's weights to a Hugging Face folder, and to the Hub.
 
         Args:
             model: A module with a Hugging Face model.
@@ -55,10 +57,15 @@ class _Trainer(L.Trainer):
             output: The folder to write to.
             max_shard_size: The maximum size of a file.
             weights_only: Whether the checkpoint may hold tensors and plain Python objects only.
+            push_to_hub: owner/name of a repository on the Hub that gets the files too.
+            private: Whether only its owner may see it.
         """
         options: dict[str, Any] = {"max_shard_size": max_shard_size, "weights_only": weights_only}
+        options |= {"push_to_hub": push_to_hub, "private": private}
+        if isinstance(path := getattr(datamodule, "path", None), str | Path):
+            options["data"] = str(path)
         if datamodule is not None and hasattr(datamodule, "text_tokenizer"):
-            if state := _contents(Path(ckpt_path), weights_only).get(type(datamodule).__qualname__):
+            if state := contents(Path(ckpt_path), weights_only).get(type(datamodule).__qualname__):
                 datamodule.load_state_dict(state)
             else:
                 rank_zero_warn(f"{ckpt_path} contains no tokenizer: writing that of the data settings.")
@@ -243,12 +250,12 @@ def _check_checkpoint(config: Namespace) -> None:
         return
     if not path or not Path(path).exists():
         raise wrong_value("ckpt_path", "the path of a checkpoint that exists", path)
-    saved = _contents(Path(path), config.get("weights_only")).get("hyper_parameters", {})
+    saved = contents(Path(path), config.get("weights_only")).get("hyper_parameters", {})
     is_causal_lm = (config.model.get("class_path") or "").endswith(".LigerCausalLM")
     given = config.model.get("init_args")
     if not is_causal_lm or given is None or given.pretrained is not None:
         return
-    for name in ("pretrained", "model_type", "config", "lora"):
+    for name in ("pretrained", "revision", "model_type", "config", "lora"):
         if name in saved and saved[name] != given[name]:
             values = f"{shown(saved[name])} instead of {shown(given[name])}"
             rank_zero_warn(f"model.{name} is taken from the checkpoint: {values}")
@@ -261,9 +268,12 @@ def _take_tokenizer_of_pretrained(config: Namespace) -> None:
     pretrained = model.get("pretrained")
     if not isinstance(pretrained, str) or "tokenizer" not in data or data.tokenizer is not None:
         return
-    if any((Path(pretrained) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    is_on_hub, files = is_hub_name(pretrained), ("tokenizer.json", "tokenizer_config.json")
+    if is_on_hub or any((Path(pretrained) / name).is_file() for name in files):
         rank_zero_info(f"data.tokenizer is that of model.pretrained={pretrained!r}.")
         data.tokenizer = pretrained
+        if is_on_hub and "tokenizer_revision" in data:
+            data.tokenizer_revision = model.get("revision")
 
 
 def _check_engine(trainer: Namespace) -> None:
@@ -278,12 +288,3 @@ def _check_engine(trainer: Namespace) -> None:
             f"trainer.accelerator is {trainer.accelerator!r}, and PyTorch finds no GPU: `{PROGRAM} doctor` says why, "
             "and --trainer.accelerator=cpu trains without one"
         )
-
-
-def _contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
-    file = next(ckpt_path.glob("*.pt"), None) if ckpt_path.is_dir() else ckpt_path
-    contents = {} if file is None else load_file(file, weights_only)
-    if not isinstance(contents, dict) or (file == ckpt_path and "state_dict" not in contents):
-        raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(contents)}")
-    return contents

@@ -31,14 +31,15 @@ def run_inspect(
     memory_budget: float | str | None = None,
     fp8: bool = False,
     gpu: GpuName | None = None,
+    revision: str | None = None,
     json: bool = False,
 ) -> int:
     """Show what is replaced in a model, the memory of training it, and what fits on a GPU.
 
-    Needs no GPU, no weights and no network: a training step runs on PyTorch's meta device.
+    Needs no GPU and no weights: a training step runs on PyTorch's meta device.
 
     Args:
-        model: A folder with config.json, a name in the local Hugging Face cache, or an architecture such as llama.
+        model: A folder with config.json, a name on the Hub such as Qwen/Qwen3-0.6B, or an architecture such as llama.
         config: Settings that override the model's, as in --config.hidden_size 4096.
         lora: Train adapters only, with these arguments of peft's LoraConfig, as in --lora.r 16.
         batch_size: Rows per GPU.
@@ -52,6 +53,7 @@ def run_inspect(
             auto, which need --gpu.
         fp8: Whether linear layers run in float8 with our strategies.
         gpu: What has to fit; also sets memory_budget to auto.
+        revision: Branch, tag or commit of a model on the Hub.
         json: Print JSON, with the keys that docs/inspect.md lists.
 
     Returns:
@@ -59,7 +61,7 @@ def run_inspect(
     """
     found = inspect_model(
         model, config=config, lora=lora, batch_size=batch_size, seq_len=seq_len, num_gpus=num_gpus, strategy=strategy,
-        precision=precision, optimizer=optimizer, memory_budget=memory_budget, fp8=fp8, gpu=gpu,
+        precision=precision, optimizer=optimizer, memory_budget=memory_budget, fp8=fp8, gpu=gpu, revision=revision,
     )  # fmt: skip
     if json:
         print(json_format.dumps(found.as_dict(), indent=2))

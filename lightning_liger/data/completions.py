@@ -28,8 +28,8 @@ class _SupervisedDataModule(ExamplesDataModule):
     """Examples of ``input_ids`` and ``loss_mask``, and of the same in the teacher's tokens.
 
     Args:
-        teacher_tokenizer: A folder with the tokenizer of a teacher that has another one, for distillation_mode "uld".
-            Its own chat template renders its messages.
+        teacher_tokenizer: The tokenizer, a folder or a name on the Hub, of a teacher that has another one, for
+            distillation_mode "uld". Its own chat template renders its messages.
     """
 
     _settings_of_tokens = (*ExamplesDataModule._settings_of_tokens, "_teacher_files")

@@ -18,13 +18,14 @@ from liger_ops.arguments import check_integer, check_path, wrong_type, wrong_val
 from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.module import SequencesDataModule, Split, TokenizedDataModule
 from lightning_liger.data.records import Record, read_records
+from lightning_liger.data.tables import DataPath
 
 if TYPE_CHECKING:
     import datasets
 
 
 class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
-    """Records of JSON lines, JSON or Parquet files as batches, tokenized once and then read from a cache.
+    """Records of files or of a data set as batches, tokenized once and then read from a cache.
 
     Examples without target tokens within ``max_length`` are dropped, with a warning that gives their number. Other
     arguments and errors are those of :class:`~lightning_liger.data.module.SequencesDataModule`,
@@ -32,8 +33,8 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
     :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A .jsonl file (one object per line), a .json file (a list of objects), a .parquet file, or a folder with
-            such files.
+        path: A .jsonl file (one object per line), a .json file (a list of objects), a .parquet or .csv file, or a folder
+            with such files; ``owner/name`` of a data set on the Hub; a ``datasets.Dataset`` or a list of records.
         chat_template: A file with a chat template (jinja), instead of the tokenizer's.
         chat_template_kwargs: Additional variables of the chat template. Those of a record override them.
         columns: The names of fields in the files, where they differ: ``{"prompt": "question"}``.
@@ -50,7 +51,7 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
     def __init__(
         self,
         *,
-        path: str | Path,
+        path: DataPath,
         chat_template: str | Path | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         columns: dict[str, str] | None = None,
@@ -71,7 +72,8 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
 
     @override
     def _read(self, split: Split) -> Iterator[Record]:
-        records = read_records(self._place(split)[0], self._files(split))
+        table = self._table(split)
+        records = read_records(self._place(split)[0], self._files(split)) if table is None else table.records()
         return islice(records, self.max_records if split == "train" else None)
 
     @override

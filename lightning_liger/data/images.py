@@ -1,7 +1,6 @@
 """Images with prompts and completions, for models of images and text."""
 
 import io
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,11 @@ from transformers import AutoProcessor
 from typing_extensions import override
 
 from liger_ops import IGNORE_INDEX
-from liger_ops.arguments import check_integer, check_path, check_text, shown, wrong_value
+from liger_ops.arguments import check_integer, check_text, shown, wrong_value
 from lightning_liger.data.collate import Batch, Layout
 from lightning_liger.data.module import BatchesDataModule, Split
 from lightning_liger.data.records import Record, read_records
-from lightning_liger.data.tokenizer import load_tokenizer
+from lightning_liger.data.tokenizer import load_tokenizer, pretrained_folder
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,10 @@ class ImageTextDataModule(BatchesDataModule):
 
     Args:
         path: A .jsonl, .json or .parquet file, or a folder with such files.
-        processor: The folder of the pretrained model, with its processor; or, for a LLaVA with random weights, a dict:
-            ``tokenizer``, a folder with a Hugging Face tokenizer; ``image_size``, the rows and columns that images are
-            resized to; ``tokens_per_image``, (image_size / patch_size)**2 for most models; and maybe ``image_token``,
-            by default "<image>", which is added to the tokenizer.
+        processor: The pretrained model with its processor, a folder or a name on the Hub; or, for a LLaVA with random
+            weights, a dict: ``tokenizer``, a Hugging Face tokenizer; ``image_size``, the rows and columns that images
+            are resized to; ``tokens_per_image``, (image_size / patch_size)**2 for most models; and maybe
+            ``image_token``, by default "<image>", which is added to the tokenizer.
         max_length: The maximum number of tokens of a sequence. Completions lose their end. None keeps all.
     """
 
@@ -132,8 +131,7 @@ def _load_processor(processor: Any) -> Any:
         if needed <= processor.keys() <= needed | {"image_token"}:
             return _plain_processor(**processor)
         raise wrong_value("data.processor", f"a folder, or a dict with {', '.join(sorted(needed))}", processor)
-    check_path("data.processor", processor)
-    folder = os.path.expanduser(processor)
+    folder = pretrained_folder("data.processor", processor)
     try:
         loaded = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # which types a broken processor raises is not documented

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,26 +20,30 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_integer, check_number, check_path, check_text, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_integer, check_number, check_path, check_text, wrong_type, wrong_value
 from lightning_liger.data.collate import Layout
 from lightning_liger.data.records import strings
 from lightning_liger.data.sources import RECORD_SUFFIXES, files_at, fingerprints
+from lightning_liger.data.tables import DataPath, Table, given_table, hub_table
 from lightning_liger.data.tokenizer import (
     MAX_VOCAB_SIZE,
     MIN_VOCAB_SIZE,
     keep_tokenizer,
     load_tokenizer,
+    pretrained_folder,
     same_tokenizer,
     tokenizer_files,
     tokenizer_from_content,
     train_bpe_tokenizer,
 )
+from lightning_liger.hub import check_for_repository, is_hub_name
 from lightning_liger.resuming.dataloader import resumable
 
 if TYPE_CHECKING:
     import datasets  # slow to import, so functions import it
 
 Split = Literal["train", "validation"]
+_SPLITS = {"train": "split", "validation": "validation_split"}
 _FORMAT_VERSION = 4  # part of the cache key: raise it when the files change for the same settings
 
 
@@ -72,8 +76,8 @@ class BatchesDataModule(L.LightningDataModule):
     def __init__(
         self,
         *,
-        path: str | Path,
-        validation_path: str | Path | None = None,
+        path: DataPath,
+        validation_path: DataPath | None = None,
         batch_size: int = 8,
         validation_fraction: float = 0.02,
         seed: int = 42,
@@ -84,17 +88,17 @@ class BatchesDataModule(L.LightningDataModule):
         check_integer("data.seed", seed, at_least=0, at_most=2**63 - 1)  # with the epoch it must fit torch's 64 bits
         check_integer("data.num_workers", num_workers, at_least=0)
         check_number("data.validation_fraction", validation_fraction, at_least=0, below=1)
-        self.path: str | Path | None = path
+        self.path: DataPath | None = path
         self.validation_path = validation_path
-        self._files("train")
-        if validation_path is not None:
-            self._files("validation")
+        self._check_place("train")
+        if self.validation_path is not None:
+            self._check_place("validation")
         self.batch_size, self.seed, self.num_workers = batch_size, int(seed), num_workers
         self.validation_fraction = float(validation_fraction)
         self.train_data: Any = None
         self.validation_data: Any = None
 
-    def _place(self, split: Split) -> tuple[str, str | Path | None]:
+    def _place(self, split: Split) -> tuple[str, Any]:
         """The setting of the files of a split, and its value."""
         if split == "validation" and self.validation_path is not None:
             return "data.validation_path", self.validation_path
@@ -104,6 +108,10 @@ class BatchesDataModule(L.LightningDataModule):
         """The data of a split as messages name it."""
         setting, path = self._place(split)
         return f"{setting}={str(path)!r}"
+
+    def _check_place(self, split: Split) -> None:
+        """Raises if there is nothing to read."""
+        self._files(split)
 
     def _files(self, split: Split) -> list[Path]:
         return files_at(*self._place(split), self._suffixes)
@@ -216,11 +224,24 @@ class TokenizedDataModule(BatchesDataModule):
     checkpoint and reads no data. Other arguments are those of :class:`BatchesDataModule`.
 
     Args:
-        tokenizer: A folder with a Hugging Face tokenizer that has an eos_token. By default a byte-level BPE is trained
-            on the data for training.
+        tokenizer: A folder with a Hugging Face tokenizer that has an eos_token, or ``owner/name`` of one on the Hub.
+            By default a byte-level BPE is trained on the data for training.
         vocab_size: The maximum number of tokens of a trained tokenizer. Not used with ``tokenizer``.
         cache_dir: Where tokens are kept. By default lightning-liger in $XDG_CACHE_HOME or in ~/.cache.
         prompt: Text for ``predict`` to continue.
+        tokenizer_revision: Branch, tag or commit of ``tokenizer`` on the Hub.
+        split: Of a data set on the Hub: the split for training, by default "train". Slices such as "train[:10%]" work.
+        validation_split: The split for validation. Without ``validation_path`` it is one of ``path``; with it, the
+            default is "validation".
+        subset: The configuration of the data set on the Hub, if it has several.
+        revision: Branch, tag or commit of the data set on the Hub.
+        streaming: Whether rows of a data set on the Hub are tokenized as they arrive, without a copy of the data set
+            on disk. It is read once more to hold out ``validation_fraction``, and to train a tokenizer.
+
+    Raises:
+        ConnectionError: If a repository of the Hub is not in the local cache, and the Hub cannot be reached.
+        FileNotFoundError: If there is no such path, repository or revision.
+        PermissionError: If a repository is gated, and the user of the token may not read it.
     """
 
     _settings_of_tokens: tuple[str, ...] = ("validation_fraction", "seed")
@@ -233,18 +254,64 @@ class TokenizedDataModule(BatchesDataModule):
         vocab_size: int = 16384,
         cache_dir: str | Path | None = None,
         prompt: str | None = None,
+        tokenizer_revision: str | None = None,
+        split: str | None = None,
+        validation_split: str | None = None,
+        subset: str | None = None,
+        revision: str | None = None,
+        streaming: bool = False,
         **settings: Any,
     ) -> None:
+        check_bool("data.streaming", streaming)
+        self.split, self.validation_split, self.subset, self.revision = split, validation_split, subset, revision
+        self.streaming = streaming
+        self._tables: dict[Split, Table] = {}
         super().__init__(**settings)
         check_integer("data.vocab_size", vocab_size, at_least=MIN_VOCAB_SIZE, at_most=MAX_VOCAB_SIZE)
         check_path("data.cache_dir", cache_dir, optional=True)
         check_text("data.prompt", prompt or None, optional=True)  # predict says that it needs one
+        check_for_repository("data.tokenizer_revision", tokenizer_revision, tokenizer)
+        self._tokenizer_folder = ""
         if tokenizer is not None:
-            tokenizer_files(tokenizer)  # raises if it is not a tokenizer's folder
+            self._tokenizer_folder = pretrained_folder("data.tokenizer", tokenizer, tokenizer_revision)
+            tokenizer_files(self._tokenizer_folder)  # raises if it is not a tokenizer's folder
         self.tokenizer, self.vocab_size, self.prompt = tokenizer, int(vocab_size), prompt
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self._tokenizer_state: dict[str, Any] = {}
         self._loaded: tuple[PreTrainedTokenizerBase, Any] | None = None  # of a checkpoint, with its source
+
+    @override
+    def _check_place(self, split: Split) -> None:
+        if self.validation_split is not None and self.validation_path is None:
+            self.validation_path = self.path
+        setting, path = self._place(split)
+        named = self.split if split == "train" else self.validation_split
+        if is_hub_name(path) and not path.endswith(RECORD_SUFFIXES):
+            options: dict[str, Any] = {"subset": self.subset, "revision": self.revision, "streaming": self.streaming}
+            self._tables[split] = hub_table(setting, path, named or split, **options)
+            return
+        for name, value in {_SPLITS[split]: named, "subset": self.subset, "revision": self.revision}.items():
+            check_for_repository(f"data.{name}", value, path)
+        if self.streaming:
+            raise wrong_value("data.streaming", f"False, as {path!r} is not the owner/name of a repository", True)
+        if path is not None and not isinstance(path, str | Path):
+            self._tables[split] = given_table(setting, path)
+        else:
+            super()._check_place(split)
+
+    def _table(self, split: Split) -> Table | None:
+        """The rows of a split, None if they are in files."""
+        return self._tables.get("train" if self.validation_path is None else split)
+
+    @override
+    def _corpus(self, split: Split = "train") -> str:
+        table = self._table(split)
+        return super()._corpus(split) if table is None else table.described
+
+    def _key(self, split: Split) -> Sequence[Any]:
+        """What determines the content of a split's data, without reading them."""
+        table = self._table(split)
+        return fingerprints(self._files(split)) if table is None else table.key
 
     def _rows(self, items: Iterable[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
@@ -259,7 +326,7 @@ class TokenizedDataModule(BatchesDataModule):
 
     def _make_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is not None:
-            return load_tokenizer(self.tokenizer)
+            return load_tokenizer(self._tokenizer_folder, self._tokenizer_source)
         return train_bpe_tokenizer(chain.from_iterable(map(strings, self._items("train"))), self.vocab_size)
 
     @property
@@ -272,8 +339,10 @@ class TokenizedDataModule(BatchesDataModule):
         settings = {
             "versions": (_FORMAT_VERSION, tokenizers.__version__, transformers.__version__),
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
-            "tokenizer": self.vocab_size if self.tokenizer is None else fingerprints(tokenizer_files(self.tokenizer)),
-            "files": [(*self._place(split)[:1], *fingerprints(self._files(split))) for split in self._splits],
+            "tokenizer": self.vocab_size
+            if self.tokenizer is None
+            else fingerprints(tokenizer_files(self._tokenizer_folder)),
+            "files": [(*self._place(split)[:1], *self._key(split)) for split in self._splits],
             **{name: getattr(self, name) for name in self._settings_of_tokens},
         }
         return self.cache_dir / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
@@ -350,7 +419,7 @@ class TokenizedDataModule(BatchesDataModule):
             self._compare_with_checkpoint(self.text_tokenizer)
             return
         if self.tokenizer is not None:
-            self._compare_with_checkpoint(load_tokenizer(self.tokenizer))
+            self._compare_with_checkpoint(self._make_tokenizer())
         self.text_tokenizer, self._tokenizer_state = loaded, state_dict
 
     @override

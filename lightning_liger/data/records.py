@@ -1,4 +1,4 @@
-"""Records: the objects of JSON lines, JSON and Parquet files, whose errors name the file and the line or row.
+"""Records: the objects of JSON lines, JSON, Parquet and CSV files, whose errors name the file and the line or row.
 
 ``datasets`` would take the type of a field from its first values, and its errors do not say which record is wrong.
 """
@@ -122,7 +122,8 @@ def strings(item: Any) -> Iterator[str]:
 def read_records(setting: str, files: Iterable[Path]) -> Iterator[Record]:
     """Iterates over the records of files, in order; ``setting`` names their path in errors.
 
-    A .parquet file has one record per row; a .json file a list of objects, or lines; all others have one object a line.
+    A .parquet or .csv file has one record per row; a .json file a list of objects, or lines; all others have one
+    object a line.
     """
     for file in files:
         place = where = f"{setting}: {file}"
@@ -141,11 +142,13 @@ def read_records(setting: str, files: Iterable[Path]) -> Iterator[Record]:
 def _values(file: Path) -> Iterator[tuple[str, Any]]:
     """The values of the records of a file, lines in bytes; each with its line, row or number."""
     suffix = file.suffix.lower()
-    if suffix == ".parquet":
-        from pyarrow import parquet  # slow to import
+    if suffix in (".parquet", ".csv"):
+        from pyarrow import csv, parquet  # slow to import
 
-        with parquet.ParquetFile(file) as table:
-            rows = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
+        quoted = csv.ParseOptions(newlines_in_values=True)
+        with parquet.ParquetFile(file) if suffix == ".parquet" else csv.open_csv(file, parse_options=quoted) as table:
+            batches = table.iter_batches(batch_size=1024) if suffix == ".parquet" else table
+            rows = (row for batch in batches for row in batch.to_pylist())
             yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
         return
     with file.open("rb") as lines:

@@ -9,9 +9,10 @@ from typing import Any
 from liger_ops.arguments import check_path, wrong_value
 from lightning_liger.data.records import read_records
 
-RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 # Files that are read from a folder. Not JSON, CSV and HTML: which part of them is text cannot be known.
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+_TEXT_IN_A_FIELD = (".jsonl", ".parquet", ".csv")
 # Folders of the standard library that hold tests, third-party code, or tables of characters instead of programs.
 _LIBRARY_SKIPPED = {
     "test",
@@ -57,9 +58,9 @@ def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files:
 
 
 def read_documents(setting: str, files: Iterable[Path], text_field: str = "text") -> Iterator[str]:
-    """Iterates over documents, but for those of white space: each file, or each line of ``.jsonl`` files."""
+    """Iterates over documents, but for those of white space: each file, or each record of files with records."""
     for file in files:
-        if file.suffix.lower() == ".jsonl":
+        if file.suffix.lower() in _TEXT_IN_A_FIELD:
             records = read_records(f"{setting} (data.text_field={text_field!r})", [file])
             yield from filter(str.strip, (record.text(text_field) for record in records))
         elif (text := _text(setting, file)).strip():

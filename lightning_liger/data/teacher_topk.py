@@ -215,7 +215,8 @@ class TeacherTopKDataModule(SequencesDataModule):
     :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        tokenizer: A folder with the Hugging Face tokenizer of the ids; that of the files must be the same.
+        tokenizer: The Hugging Face tokenizer of the ids, a folder or a name on the Hub; that of the files must be the
+            same.
         pad_token_id: The token of padding. By default that of the tokenizer, or 0.
         max_length: The maximum number of tokens of a row; the rest is cut off. None keeps all.
     """

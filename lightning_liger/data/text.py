@@ -17,6 +17,7 @@ from typing_extensions import override
 from liger_ops.arguments import check_bool, check_integer, check_text
 from lightning_liger.data.module import Split, TokenizedDataModule, num_held_out
 from lightning_liger.data.sources import TEXT_SUFFIXES, files_at, python_library_files, read_documents
+from lightning_liger.data.tables import DataPath
 from lightning_liger.data.tokenizer import token_blocks
 
 
@@ -47,10 +48,11 @@ class TextDataModule(TokenizedDataModule):
     and :class:`~lightning_liger.data.module.BatchesDataModule`.
 
     Args:
-        path: A text file (one document), a .jsonl file (one document per line) or a folder with such files (.txt, .md,
-            .rst, .py, .jsonl; hidden ones are skipped). By default the sources of Python's standard library.
+        path: A text file (one document), a .jsonl, .parquet or .csv file (one document per record) or a folder with such
+            files (.txt, .md, .rst, .py, .jsonl, .parquet; hidden ones are skipped); ``owner/name`` of a data set on the
+            Hub; a ``datasets.Dataset`` or a list of records. By default the sources of Python's standard library.
         block_size: Tokens per row.
-        text_field: The key of the text in the lines of a .jsonl file.
+        text_field: The key of the text in records.
         separate_documents: Whether batches also have ``position_ids``, ``[batch_size, block_size]`` in int64, that
             restart in each document: then attention does not cross documents, and last tokens predict nothing.
         max_documents: The maximum number of documents to read from ``path``. By default all.
@@ -61,7 +63,7 @@ class TextDataModule(TokenizedDataModule):
     def __init__(
         self,
         *,
-        path: str | Path | None = None,
+        path: DataPath | None = None,
         block_size: int = 1024,
         text_field: str = "text",
         separate_documents: bool = False,
@@ -89,7 +91,10 @@ class TextDataModule(TokenizedDataModule):
 
     @override
     def _read(self, split: Split) -> Iterator[str]:
-        documents = read_documents(self._place(split)[0], self._files(split), self.text_field)
+        if (table := self._table(split)) is None:
+            documents = read_documents(self._place(split)[0], self._files(split), self.text_field)
+        else:
+            documents = filter(str.strip, (record.text(self.text_field) for record in table.records()))
         return islice(documents, self.max_documents if split == "train" else None)
 
     @override

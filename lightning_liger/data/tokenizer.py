@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from liger_ops.arguments import check_integer, check_path, wrong_value
+from lightning_liger.hub import TOKENIZER, check_for_repository, is_hub_name, snapshot
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, so that any text can be encoded, and END_OF_TEXT
@@ -43,23 +44,32 @@ def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrained
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
+def pretrained_folder(setting: str, path: str | Path, revision: str | None = None) -> str:
+    """The folder of a tokenizer or processor, whose files are downloaded if ``path`` is a name on the Hub."""
+    check_path(setting, path)
+    check_for_repository(f"{setting}_revision", revision, path)
+    if is_hub_name(path):
+        return str(snapshot(setting, str(path), *TOKENIZER, revision=revision))
+    return os.path.expanduser(path)
+
+
 def tokenizer_files(path: str | Path, setting: str = "data.tokenizer") -> list[Path]:
     """The files in the folder of a tokenizer, sorted; raises if it is none."""
-    check_path(setting, path)
-    folder = os.path.expanduser(path)
+    folder = pretrained_folder(setting, path)
     files = sorted(file for file in Path(folder).iterdir() if file.is_file()) if os.path.isdir(folder) else []
     if not {"tokenizer.json", "tokenizer_config.json"} & {file.name for file in files}:
         raise FileNotFoundError(
             f"{setting}={str(path)!r}: expected a folder with a Hugging Face tokenizer (tokenizer.json or "
-            f"tokenizer_config.json). Without data.tokenizer one is trained on the text."
+            "tokenizer_config.json), or owner/name of one on the Hub. Without data.tokenizer one is trained on the"
+            " text."
         )
     return files
 
 
 def load_tokenizer(path: str | Path, described: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a Hugging Face tokenizer from a folder; in errors it is ``described``, or data.tokenizer with the path."""
+    """Loads a Hugging Face tokenizer; in errors it is ``described``, or data.tokenizer with the path."""
     described = described or f"data.tokenizer={str(path)!r}"
-    folder = os.path.expanduser(path)
+    folder = pretrained_folder("data.tokenizer", path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # which types a broken tokenizer.json raises is not documented: KeyError is one

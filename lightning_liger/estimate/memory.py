@@ -154,8 +154,9 @@ def inspect_model(
     memory_budget: float | str | None = None,
     fp8: bool = False,
     gpu: str | None = None,
+    revision: str | None = None,
 ) -> Inspection:
-    """What is replaced in a model and what training it takes on each GPU. Needs no GPU, no weights and no network.
+    """What is replaced in a model and what training it takes on each GPU. Needs no GPU and no weights.
 
     A training step runs on the meta device, with the operations that run on a GPU, and the bytes that each allocates
     and frees are counted.
@@ -174,9 +175,10 @@ def inspect_model(
             ``gpu``. With ``gpu`` it is ``"auto"`` by default.
         fp8: Whether linear layers run in float8 with our strategies.
         gpu: A key of :data:`lightning_liger.hardware.GPUS`, such as ``"h100-80gb"``.
+        revision: Branch, tag or commit of a model on the Hub.
 
     Raises:
-        FileNotFoundError: If there is no such model on this machine.
+        ConnectionError, FileNotFoundError, PermissionError: As of :func:`~lightning_liger.estimate.models.find_config`.
         ModuleNotFoundError: If ``lora`` is given and peft is not installed.
         TypeError: For arguments of a wrong type.
         ValueError: For unknown names and settings, for numbers below 1, and for a budget above the GPU's memory.
@@ -191,7 +193,7 @@ def inspect_model(
         memory_budget = "auto"
     budget, limit = _limit(memory_budget, found), None if found is None else _limit("auto", found)
     settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget, fp8)
-    found_config, dtype = find_config(model, config), PRECISIONS[precision].compute
+    found_config, dtype = find_config(model, config, revision), PRECISIONS[precision].compute
     built, plain = (make_model(found_config, dtype, lora) for _ in range(2))
     states = states_of(built, strategy, num_gpus, precision, optimizer)
     result = Inspection(

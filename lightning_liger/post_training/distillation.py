@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -14,6 +15,7 @@ from liger_ops import TokenScores
 from liger_ops.arguments import check_path, check_shape, check_tensor, wrong_type, wrong_value
 from liger_ops.divergence.options import num_common_columns
 from liger_ops.loss.chunked_loss import choose_chunk_size
+from lightning_liger.hub import check_for_repository, checkpoint_folder, download_weights
 from lightning_liger.lazy.chunks import over_chunks
 from lightning_liger.lazy.scores import divergence, logit_rows, token_loss, token_scores, topk_log_probs
 from lightning_liger.losses.distillation import (
@@ -289,21 +291,24 @@ class TeacherOptions(Options):
     """The teacher of a finished module.
 
     Args:
-        teacher: Folder of the teacher's Hugging Face checkpoint. None for random weights with ``teacher_model_type``,
-            or if the data contain the teacher's outputs.
+        teacher: Folder of the teacher's Hugging Face checkpoint, or ``owner/name`` of one on the Hub. None for random
+            weights with ``teacher_model_type``, or if the data contain the teacher's outputs.
         teacher_model_type: Architecture of a teacher with random weights, for experiments.
         teacher_config: The architecture's settings where they differ from its defaults.
         teacher_dtype: The teacher's dtype; None for the student's.
+        teacher_revision: Branch, tag or commit of ``teacher`` on the Hub; None for its main branch.
     """
 
     teacher: str | None = None
     teacher_model_type: str | None = None
     teacher_config: dict[str, Any] | None = None
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    teacher_revision: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_path("teacher", self.teacher, optional=True)
+        check_for_repository("teacher_revision", self.teacher_revision, self.teacher)
         if self.teacher is not None and self.teacher_model_type is not None:
             raise wrong_value("teacher_model_type", "None where teacher is a folder", self.teacher_model_type)
         if self.teacher_config is not None and self.teacher is None and self.teacher_model_type is None:
@@ -311,13 +316,18 @@ class TeacherOptions(Options):
         if self.teacher_model_type is not None:
             self.build_config()
 
+    @cached_property
+    def folder(self) -> Path | None:
+        """The teacher's folder with its config.json, None without one."""
+        return checkpoint_folder("teacher", self.teacher, self.teacher_revision)
+
     def build_config(self) -> PreTrainedConfig | None:
         """The teacher's configuration, None without a teacher; names the teacher's arguments in errors."""
         if self.teacher is None and self.teacher_model_type is None:
             return None
         try:
-            return build_config(self.teacher, self.teacher_model_type or "llama", self.teacher_config)
-        except (FileNotFoundError, TypeError, ValueError) as error:
+            return build_config(self.folder, self.teacher_model_type or "llama", self.teacher_config)
+        except (TypeError, ValueError) as error:
             text = str(error)
             name = "teacher" if text.startswith("pretrained") else "teacher_"
             raise type(error)(name + text.removeprefix("pretrained")) from None
@@ -327,10 +337,11 @@ class TeacherOptions(Options):
 class LigerDistillation(LigerDistillationMixin, LossCausalLM):
     """A causal language model that learns from a teacher.
 
-    Arguments are ``teacher``, the folder of the teacher's checkpoint, or ``teacher_model_type``, ``teacher_config`` and
-    ``teacher_dtype``; ``shard_teacher``; the options of :class:`~lightning_liger.DistillationOptions`, whose
-    ``temperature`` is named ``distillation_temperature``, as ``temperature`` is that of ``predict``; and for the
-    student those of :class:`~lightning_liger.LigerCausalLM`.
+    Arguments are ``teacher``, the teacher's checkpoint, with ``teacher_revision``, or ``teacher_model_type``;
+    ``teacher_config`` and ``teacher_dtype``; ``shard_teacher``; the options of
+    :class:`~lightning_liger.DistillationOptions`, whose ``temperature`` is named
+    ``distillation_temperature``, as ``temperature`` is that of ``predict``; and for the student those of
+    :class:`~lightning_liger.LigerCausalLM`.
 
     Raises:
         FileNotFoundError: As :class:`~lightning_liger.LigerCausalLM`; for the teacher when a stage begins.
@@ -340,6 +351,11 @@ class LigerDistillation(LigerDistillationMixin, LossCausalLM):
 
     teacher_options: TeacherOptions
     _renamed: ClassVar[dict[str, str]] = {"temperature": "distillation_temperature"}
+
+    def prepare_data(self) -> None:
+        super().prepare_data()
+        if not self.trainer.predicting and self.teacher_options.folder is not None:
+            download_weights("teacher", str(self.teacher_options.teacher), self.teacher_options.folder)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -352,4 +368,4 @@ class LigerDistillation(LigerDistillationMixin, LossCausalLM):
             return None
         dtype = next(self.model.parameters()).dtype if name is None else getattr(torch, name)
         device = torch.device("meta") if self.shard_teacher else self.device
-        return build_frozen(config, self.teacher_options.teacher, device, dtype)
+        return build_frozen(config, self.teacher_options.folder, device, dtype)

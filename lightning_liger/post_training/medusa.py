@@ -267,7 +267,7 @@ class LigerMedusa(LigerMedusaMixin, LossCausalLM):
         medusa_shared_head: Whether the heads use the model's LM head and consist of residual blocks only.
         medusa_lr_multiplier: Factor of the learning rate for the heads.
         medusa_warmup_steps: Steps in which the heads' learning rate rises to its peak; None for ``warmup_steps``.
-        medusa_pretrained: Folder of heads to start from, with a ``medusa_lm_head.safetensors``; see
+        medusa_pretrained: Heads to start from, a folder or a name on the Hub with ``medusa_lm_head.safetensors``; see
             :func:`~lightning_liger.save_medusa_heads`. Not for models on the meta device.
         medusa_self_distillation: As for the mixin; without adapters, the original model is a second copy of
             ``pretrained`` on each device.
@@ -308,7 +308,7 @@ class LigerMedusa(LigerMedusaMixin, LossCausalLM):
 
     def configure_original_model(self) -> nn.Module:
         dtype = next(self.model.parameters()).dtype
-        return cast(nn.Module, build_frozen(self.config, self._settings.pretrained, self.device, dtype))
+        return cast(nn.Module, build_frozen(self.config, self._folder, self.device, dtype))
 
     def _learning_rate_scale(self, module: nn.Module) -> float:
         return super()._learning_rate_scale(module) * (self.medusa_lr_multiplier if self._is_head(module) else 1.0)

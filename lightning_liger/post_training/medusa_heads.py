@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_ops.arguments import check_bool, check_integer, check_path, shown, wrong_type, wrong_value
+from lightning_liger.hub import is_hub_name, snapshot
 from lightning_liger.weights.pretrained import naming_damaged, share_pretrained
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
@@ -213,8 +214,8 @@ def _check_heads(heads: Any, folder: Any) -> None:
 
 
 def find_heads(folder: str | Path) -> Path:
-    """The file of heads in a folder; raises FileNotFoundError without one."""
-    path = Path(folder) / WEIGHTS_NAME
+    """The file of heads in a folder, or in a repository of the Hub; raises FileNotFoundError without one."""
+    path = (snapshot("folder", str(folder), WEIGHTS_NAME) if is_hub_name(folder) else Path(folder)) / WEIGHTS_NAME
     if not path.is_file():
         raise FileNotFoundError(f"folder must have {WEIGHTS_NAME}, got {str(folder)!r}")
     return path

@@ -36,17 +36,17 @@ from lightning_liger.weights.pretrained import load_pretrained
 _CHUNK_BYTES, _BYTES_PER_LOGIT = 2**29, 16
 
 
-def build_frozen(config: PreTrainedConfig, pretrained: str | None, device: torch.device, dtype: torch.dtype) -> Any:
+def build_frozen(config: PreTrainedConfig, folder: Path | None, device: torch.device, dtype: torch.dtype) -> Any:
     """A model with the weights of a folder, or with random ones that are the same on all ranks."""
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
     with device:
-        if pretrained is not None and device.type != "meta":
-            return AutoModelForCausalLM.from_pretrained(pretrained, config=config, local_files_only=True, **settings)
+        if folder is not None and device.type != "meta":
+            return AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **settings)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, **settings)
-    if pretrained is not None:
-        load_pretrained(model, pretrained)
+    if folder is not None:
+        load_pretrained(model, folder)
     return model
 
 

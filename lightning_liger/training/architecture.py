@@ -22,19 +22,13 @@ from liger_ops.arguments import check_integer, did_you_mean, shown, wrong_type, 
 
 
 def build_config(
-    pretrained: str | None = None, model_type: str = "llama", settings: Mapping[str, Any] | None = None
+    folder: Path | None = None, model_type: str = "llama", settings: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder, or else of an architecture, with ``settings`` in place of its own."""
-    if pretrained is not None:
-        if not isinstance(pretrained, str | Path):
-            raise wrong_type("pretrained", "the path of a Hugging Face checkpoint folder, or None", pretrained)
-        if not str(pretrained) or not (Path(pretrained) / "config.json").is_file():
-            raise FileNotFoundError(
-                f"pretrained must be a Hugging Face checkpoint folder (config.json and weights), got {pretrained!r}"
-            )
-    elif not isinstance(model_type, str):
+    """The configuration of a checkpoint's folder, or else of an architecture, with ``settings`` in place of its own."""
+    pretrained = None if folder is None else str(folder)
+    if pretrained is None and not isinstance(model_type, str):
         raise wrong_type("model_type", "the name of an architecture, such as 'llama'", model_type)
-    elif model_type not in CONFIG_MAPPING:
+    if pretrained is None and model_type not in CONFIG_MAPPING:
         raise ValueError(
             "model_type must be an architecture that transformers knows (transformers.CONFIG_MAPPING lists them), got"
             f" {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING.keys(), most=5)}"

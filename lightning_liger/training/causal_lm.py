@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, wrong_type, wrong_value
 from liger_ops.optim import AdamW
 from liger_ops.optim.moments import STATE_DTYPES
+from lightning_liger.hub import checkpoint_folder, download_weights
 from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
@@ -44,7 +45,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     is sharded, see :func:`~lightning_liger.load_pretrained`.
 
     Args:
-        pretrained: Folder of a Hugging Face checkpoint to start from. None starts from random weights.
+        pretrained: Folder of a Hugging Face checkpoint to start from, or ``owner/name`` of one on the Hub. None starts
+            from random weights.
         model_type: Architecture of a model with random weights, as in a ``config.json`` ("llama", "qwen3", ...).
         config: The architecture's settings where they differ from its defaults; with ``pretrained``, what to change.
         attn_implementation: Attention that transformers uses, such as ``"sdpa"`` or ``"flash_attention_2"``; None
@@ -73,9 +75,12 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             "alpha": 32, "target_modules": "all-linear"}``, where ``alpha`` and ``dropout`` are short for ``lora_alpha``
             and ``lora_dropout``; None trains all parameters. Checkpoints hold the whole model; ``export`` merges the
             adapters into its weights.
+        revision: Branch, tag or commit of ``pretrained`` on the Hub; None for its main branch.
 
     Raises:
-        FileNotFoundError: If ``pretrained`` is not a folder with a ``config.json``.
+        ConnectionError: If ``pretrained`` on the Hub is not in the local cache, and the Hub cannot be reached.
+        FileNotFoundError: If ``pretrained`` has no ``config.json``, or there is no such repository or revision.
+        PermissionError: If ``pretrained`` is gated, and the user of the token may not read it.
         ModuleNotFoundError: If ``lora`` is given and peft is not installed.
         TypeError: For an argument of a wrong type.
         ValueError: For an unknown architecture, a setting that it does not have, or an argument out of its range.
@@ -103,6 +108,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         lora: dict[str, Any] | None = None,
         state_dtype: Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
+        revision: str | None = None,
     ) -> None:
         self.loss_normalization = loss_normalization
         self.loss_type = loss_type
@@ -132,8 +138,14 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         check_lora(lora)
         if lora is not None and needs_weights(lora):
             self._device_before_sharding = torch.device("cpu")
-        self.config = build_config(pretrained, model_type, config)
+        self._folder = checkpoint_folder("pretrained", pretrained, revision)
+        self.config = build_config(self._folder, model_type, config)
         self._undecayed: set[tuple[nn.Module, str]] = set()
+
+    def prepare_data(self) -> None:
+        """Downloads the weights of ``pretrained`` from the Hub, on one process of each node, as Lightning does it."""
+        if self._folder is not None:
+            download_weights("pretrained", self._settings.pretrained, self._folder)
 
     def setup(self, stage: str) -> None:
         check_vocabulary(self.config, getattr(getattr(self.trainer, "datamodule", None), "text_tokenizer", None))
@@ -166,7 +178,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     def _build_model(self) -> PreTrainedModel:
         """A model with the weights of ``pretrained``, or random ones."""
-        pretrained, trainer = self._settings.pretrained, self._attached_trainer
+        LigerCausalLM.prepare_data(self)  # without a Trainer nothing has called it
+        folder, trainer = self._folder, self._attached_trainer
         device = torch.get_default_device() if trainer is None else trainer.strategy.root_device
         if trainer is not None and engine_of(trainer).initializes_on_meta:
             device = self._device_before_sharding
@@ -174,14 +187,14 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if self._settings.attn_implementation is not None:
             settings["attn_implementation"] = self._settings.attn_implementation
         with device:
-            if pretrained is not None and device.type != "meta":
-                with naming_damaged(pretrained):
+            if folder is not None and device.type != "meta":
+                with naming_damaged(folder):
                     return auto_class(self.config).from_pretrained(
-                        pretrained, config=self.config, local_files_only=True, **settings
+                        folder, config=self.config, local_files_only=True, **settings
                     )
             model: PreTrainedModel = auto_class(self.config).from_config(self.config, **settings)
-        if device.type == "meta" and pretrained is not None:
-            load_pretrained(model, pretrained)
+        if device.type == "meta" and folder is not None:
+            load_pretrained(model, folder)
         elif device.type == "meta" and not all(parameter.is_meta for parameter in model.parameters()):
             # Their constructors ignore torch's device, and their values would never be set.
             raise ValueError(

@@ -8,14 +8,17 @@ from typing import Any
 
 import lightning as L
 import torch
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from liger_ops.arguments import check_bool, check_integer, check_path, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_integer, check_path, check_text, shown, wrong_type, wrong_value
+from lightning_liger.hub import is_repository, naming_repository
 from lightning_liger.resuming.atomic_io import replace
 from lightning_liger.resuming.safe_loading import check_checkpoint, load_file, loading_safely
+from lightning_liger.weights.card import model_card
 
 _PREFIX = "model."
 _ADAPTED = ".base_layer."
@@ -32,12 +35,17 @@ def export_pretrained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_size: str | int = "5GB",
     weights_only: bool = True,
+    data: str | None = None,
+    push_to_hub: str | None = None,
+    private: bool = False,
 ) -> None:
     """Writes the weights of a Lightning checkpoint to a folder that ``from_pretrained`` loads.
 
     The checkpoint may be a file, or the folder of a sharded checkpoint; neither GPUs nor several processes are needed.
     Written are ``config.json``, ``model.safetensors`` (several files and an index for large models),
-    ``generation_config.json`` and the tokenizer, if there is one.
+    ``generation_config.json``, the tokenizer, if there is one, and ``README.md``, a model card with the base model, the
+    data, the module and its settings, the steps, the tokens if :class:`~lightning_liger.LigerMonitor` counted them, and
+    versions.
 
     Adapters of peft are merged into the weights that they belong to.
 
@@ -50,19 +58,29 @@ def export_pretrained(
         tokenizer: Saved in the same folder.
         max_shard_size: The maximum size of a file, as text or in bytes, unless a single tensor is larger.
         weights_only: Whether the checkpoint may hold tensors and plain Python objects only, as in :func:`torch.load`.
+        data: What the model was trained on, for the card: a path, or ``owner/name`` of a data set on the Hub.
+        push_to_hub: ``owner/name`` of a repository on the Hub, which gets the files too. It is created if it does not
+            exist, before work starts.
+        private: Whether only its owner may see this repository.
 
     Raises:
+        ConnectionError: If the Hub cannot be reached.
+        PermissionError: If the user of the token, or of the login, may not write to ``push_to_hub``.
         FileNotFoundError: If there is no checkpoint at ``ckpt_path``.
         RuntimeError: If it cannot be saved, because the disk is full for example.
         pickle.UnpicklingError: With ``weights_only``, if the checkpoint holds objects of other classes, and for a
             ``.metadata`` that does in any case; the message names the class, and how to allow it.
         TypeError: If ``module.model`` is not a Hugging Face model, and for arguments of a wrong type.
         ValueError: If ``output`` is a file or holds files, if the checkpoint is not complete, and if names, shapes or
-            kinds of dtypes of the checkpoint's tensors differ from the model's; the message names them.
+            kinds of dtypes of the checkpoint's tensors differ from the model's; the message names them. If ``private``
+            is set without ``push_to_hub``, or for a repository that is public.
     """
     _check_arguments(module, ckpt_path, output, tokenizer, max_shard_size, weights_only)
-    output = Path(output).resolve()
-    weights = _read(Path(ckpt_path), weights_only)
+    check_text("data", data, optional=True)
+    check_bool("private", private)
+    _prepare_repository(push_to_hub, private)
+    output, checkpoint = Path(output).resolve(), contents(Path(ckpt_path), weights_only)
+    weights = _read(Path(ckpt_path), checkpoint)
     if getattr(module, "model", None) is None:
         with torch.device("meta"):
             module.configure_model()
@@ -81,8 +99,39 @@ def export_pretrained(
         model.save_pretrained(folder, state_dict=state_dict, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        model_card(module, checkpoint, data).save(folder / "README.md")
 
     replace(output, save)
+    if push_to_hub is not None:
+        with naming_repository("push_to_hub", push_to_hub):
+            HfApi().upload_folder(repo_id=push_to_hub, folder_path=output, commit_message="Export by lightning-liger")
+
+
+def contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """The checkpoint, of a sharded one all but tensors; empty if these are not in a file of their own."""
+    if not ckpt_path.exists():
+        raise FileNotFoundError(
+            f"ckpt_path must be a checkpoint file or the folder of a sharded one, got '{ckpt_path}'"
+        )
+    file = next(ckpt_path.glob("*.pt"), None) if ckpt_path.is_dir() else ckpt_path
+    found = {} if file is None else load_file(file, weights_only)
+    if not isinstance(found, dict) or (file == ckpt_path and not isinstance(found.get("state_dict"), dict)):
+        raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(found)}")
+    return found
+
+
+def _prepare_repository(name: Any, private: bool) -> None:
+    check_text("push_to_hub", name, optional=True)
+    if name is None and private:
+        raise wrong_value("private", "False without push_to_hub", private)
+    if name is None:
+        return
+    if not is_repository(name):
+        raise wrong_value("push_to_hub", "owner/name of a repository on the Hub", name)
+    with naming_repository("push_to_hub", name):
+        HfApi().create_repo(name, private=private, exist_ok=True)
+        if private and not HfApi().model_info(name).private:
+            raise wrong_value("private", f"False, as the repository {name!r} exists and is public", private)
 
 
 def _check_arguments(
@@ -107,13 +156,9 @@ def _check_arguments(
     check_bool("weights_only", weights_only)
 
 
-def _read(path: Path, weights_only: bool) -> dict[str, Tensor]:
+def _read(path: Path, checkpoint: dict[str, Any]) -> dict[str, Tensor]:
     """The state dict of the LightningModule."""
     if path.is_file():
-        checkpoint = load_file(path, weights_only)
-        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-            keys = list(checkpoint) if isinstance(checkpoint, dict) else checkpoint
-            raise ValueError(f"{path} is not a Lightning checkpoint: it has no 'state_dict', only {shown(keys)}")
         return {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
     metadata = path / ".metadata"
     if not metadata.is_file():

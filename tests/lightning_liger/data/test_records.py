@@ -84,6 +84,6 @@ def test_files_are_read_in_order_without_hidden_and_other_ones(tmp_path, monkeyp
     found = [text.removesuffix("\n\n.") for text in read_texts(tmp_path)]
     assert found == ["line 1", "line 2", "a.txt", "b.md", "sub/d.rst", "sub/deep/c.PY"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_texts("~/h.csv") == ["h.csv\n\n."]
+    assert read_texts("~/i") == ["i\n\n."]
     with pytest.raises(ValueError, match=r"data\.text_field='body'.*a\.jsonl, line 1: the field 'body' is missing"):
         read_texts(tmp_path, "body")

@@ -1,0 +1,126 @@
+"""Repositories of the Hugging Face Hub: which paths name one, snapshots of them, and errors that name the argument.
+
+Names, caches, tokens and offline mode are those of huggingface_hub, so of transformers too.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from liger_ops.arguments import check_path, check_text, wrong_value
+
+TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files of tokenizers and processors."""
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+
+
+def is_repository(name: Any) -> bool:
+    """Whether ``name`` is a possible ``owner/name`` of a repository."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str) and name.count("/") == 1
+
+
+def is_hub_name(path: Any) -> bool:
+    """Whether ``path`` is ``owner/name``, and neither a file nor a folder."""
+    return is_repository(path) and not os.path.exists(path)
+
+
+def check_for_repository(setting: str, value: Any, name: Any) -> None:
+    """Raises unless ``value`` is None, or a text and ``name`` the owner/name of a repository."""
+    check_text(setting, value, optional=True)
+    if value is not None and not is_hub_name(name):
+        raise wrong_value(setting, f"None, as {name!r} is not the owner/name of a repository", value)
+
+
+def snapshot(
+    setting: str,
+    name: str,
+    *patterns: str,
+    revision: str | None = None,
+    repo_type: Literal["model", "dataset"] = "model",
+) -> Path:
+    """The folder with a repository's files that match; those that the cache lacks are downloaded.
+
+    The folder is named after the commit. Locks of the cache let one process of a node download, while others wait.
+
+    Raises:
+        ConnectionError: If the Hub cannot be reached and the files are not in the cache.
+        FileNotFoundError: If there is no such repository or revision.
+        PermissionError: If the repository is gated.
+    """
+    with naming_repository(setting, name, revision):
+        return Path(snapshot_download(name, repo_type=repo_type, revision=revision, allow_patterns=[*patterns]))
+
+
+def checkpoint_folder(setting: str, path: str | Path | None, revision: str | None = None) -> Path | None:
+    """The folder of a checkpoint with its ``config.json``, which alone is downloaded from the Hub; None for None."""
+    check_path(setting, path, optional=True)
+    check_for_repository("revision" if setting in ("pretrained", "model") else f"{setting}_revision", revision, path)
+    if path is None:
+        return None
+    folder = snapshot(setting, str(path), "config.json", revision=revision) if is_hub_name(path) else Path(path)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{setting} must be the folder of a Hugging Face checkpoint (config.json and weights), or owner/name of one"
+            f" on the Hub, got {str(path)!r}"
+        )
+    return folder
+
+
+def download_weights(setting: str, path: str | Path, folder: Path) -> None:
+    """Downloads the weights of a checkpoint on the Hub into ``folder``, which :func:`checkpoint_folder` returned."""
+    for pattern in _WEIGHTS if is_hub_name(path) else ():
+        snapshot(setting, str(path), "*.json", pattern, revision=folder.name)
+        if any(folder.glob(pattern)):
+            return
+
+
+@contextmanager
+def naming_repository(setting: str, name: str, revision: str | None = None) -> Iterator[None]:
+    """Errors of the Hub as errors that name the argument, its value and what to do."""
+    given = f"{setting}={name!r}" + (f" with revision={revision!r}" if revision else "")
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    try:
+        yield
+    except GatedRepoError as error:
+        page = "on its page of the Hub"
+        raise PermissionError(
+            f"{given} is gated: ask for access {page}, and {log_in} ({_first_line(error)})"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{given}: the repository has no such branch, tag or commit") from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{given} is neither a path that exists nor a repository of the Hub that you may see: check the name; for a"
+            f" private one {log_in}"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ConnectionError(
+            f"{given} is no path that exists, it is not whole in the local cache of the Hub, and the Hub cannot be"
+            f" reached, or HF_HUB_OFFLINE forbids it: {_first_line(error.__cause__ or error)}"
+        ) from error
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise PermissionError(f"{given} is not permitted: {log_in} ({_first_line(error)})") from error
+        raise ConnectionError(f"{given}: the Hub answers {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
