@@ -35,6 +35,7 @@ from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, TokenLossOptions, TokenStats
 from liger_ops.moe.experts import moe_experts
+from liger_ops.moe.router import moe_router
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
@@ -370,8 +371,7 @@ class SparseMoE(nn.Module):
     def route(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The logits of all experts, ``[*, num_experts]``, each token's experts, and their factors, ``[*, top_k]``."""
         logits = self.gate(input)
-        scores, index = logits.float().softmax(-1).topk(self.top_k, dim=-1)
-        return logits, index, scores / scores.sum(-1, keepdim=True) if self.norm_topk_prob else scores
+        return logits, *moe_router(logits, self.top_k, normalize=self.norm_topk_prob)
 
     def forward(self, input: Tensor) -> Tensor:
         check_floating("input", input)

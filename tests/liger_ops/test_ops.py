@@ -255,7 +255,8 @@ def test_cases_run_every_registered_op(triton_device: torch.device) -> None:
     names = torch._C._dispatch_get_all_op_names()
     registered = {name for name in names if name.startswith("liger_ops::") and not name.startswith("liger_ops::fp8_")}
     calls = [call for case in CASES.values() for call in record(case.fused, make(case, triton_device))]
-    registered.discard("liger_ops::gated_unit_backward_")  # runs only if nobody, such as the recorder, holds its inputs
+    # These run only if nobody, such as the recorder, holds their inputs.
+    registered -= {"liger_ops::gated_unit_backward_", "liger_ops::moe_experts_backward_"}
     assert {op.name() for op, _ in calls} == registered
 
 
