@@ -328,7 +328,7 @@ def moe_router(
         group_score: What groups are compared by: ``"max"``, their largest score with its bias, or ``"best_two"``, the
             sum of the two largest.
         normalize: Whether the scores of a token's experts are divided by their sum.
-        scale: A factor of all scores, after that.
+        scale: A positive factor of all scores, after that.
 
     Returns:
         The experts, int64, and their scores, float32 (float64 of such logits), both ``[..., top_k]``, the largest
@@ -354,7 +354,7 @@ def moe_router(
     check_integer("top_groups", top_groups, at_least=1, at_most=num_groups)
     check_integer("top_k", top_k, at_least=1, at_most=top_groups * (num_experts // num_groups))
     check_bool("normalize", normalize)
-    check_number("scale", scale)
+    check_number("scale", scale, above=0)
     options = (top_k, score, num_groups, top_groups, group_score, normalize, scale)
     rows = backend.as_rows(logits, num_experts)
     bias = None if bias is None else bias.detach().contiguous()
