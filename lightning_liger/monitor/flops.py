@@ -246,8 +246,8 @@ def _count_weights(model: nn.Module) -> ModelFlops:
     for module, parameter, share in shares_of_parameters(model):
         if isinstance(module, nn.Embedding) or is_lazy(parameter) or parameter.ndim < 2:
             continue
-        # The weight of a linear module may be packed.
-        is_linear = isinstance(module, nn.Linear)
-        number = module.in_features * module.out_features if is_linear else parameter.numel()
+        number = parameter.numel()
+        if isinstance(module, nn.Linear):  # whose weight may be packed
+            number = module.in_features * module.out_features
         flops += 2 * number * share * (1 + is_trained + parameter.requires_grad)
     return ModelFlops(flops, is_traced=False)
