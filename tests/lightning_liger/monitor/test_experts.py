@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import liger_ops.nn
 from lightning_liger import LigerMonitor, LigerSingleDeviceStrategy
-from lightning_liger.monitor.experts import find_experts, num_active_parameters
+from lightning_liger.monitor.experts import ExpertLoads, find_experts, num_active_parameters
 from lightning_liger.monitor.flops import count_flops, model_flops
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.post_training.training import LM, fit
@@ -92,7 +92,11 @@ def known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kernels", "checkpointing"), [("auto", "none"), ("auto", "full"), ("none", "own"), ("none", "reentrant")]
 )
-def test_tokens_of_experts_are_those_of_the_last_step(kernels: str, checkpointing: str) -> None:
+def test_tokens_of_experts_are_those_of_the_last_step(
+    kernels: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, imbalance = [], ExpertLoads.imbalance
+    monkeypatch.setattr(ExpertLoads, "imbalance", lambda self, all_: counts.append(all_) or imbalance(self, all_))
     model = tiny_model("qwen3_moe", num_experts=12, num_experts_per_tok=2, moe_intermediate_size=16, use_cache=False)
     stock = copy.deepcopy(model).eval()
     if checkpointing in ("own", "reentrant"):
@@ -105,8 +109,9 @@ def test_tokens_of_experts_are_those_of_the_last_step(kernels: str, checkpointin
     strategy = LigerSingleDeviceStrategy(kernels=kernels, activation_checkpointing=ours)
     fit(Still(model), batches, batches[:3], strategy=strategy, callbacks=[monitor], accumulate_grad_batches=2)
     assert len(monitor.points) == 2
-    for point, step in zip(monitor.points, (batches[2:4], batches[6:8]), strict=True):
+    for point, step, counted in zip(monitor.points, (batches[2:4], batches[6:8]), counts, strict=True):
         loads = loads_of(stock, step)
+        assert counted.view_as(loads).tolist() == loads.tolist()
         assert point["expert_imbalance"] == pytest.approx(float((loads.amax(1) * 12 / loads.sum(1)).max()))
         assert point["idle_experts_share"] == pytest.approx(float((loads == 0).double().mean()))
     assert monitor.points[0]["expert_imbalance"] != monitor.points[1]["expert_imbalance"]
