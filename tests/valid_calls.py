@@ -80,6 +80,7 @@ VALID: dict[str, dict[str, Any]] = {
         "top_k_index": torch.zeros(4, 2, dtype=torch.int64), "top_k_weights": torch.ones(4, 2),
         "gate_up_bias": torch.ones(3, 12), "down_bias": torch.ones(3, 8),
     },
+    "liger_ops.moe_router": {"logits": X, "top_k": 2, "bias": W, "num_groups": 2},
     "liger_ops.modulated_rms_norm": {"input": X, "weight": W, "scale": OF_SAMPLES, "shift": OF_SAMPLES},
     "liger_ops.poly_norm": {"input": X, "weight": torch.ones(3), "bias": ONE},
     "liger_ops.relu_squared": {"input": X},

@@ -17,6 +17,7 @@ from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenStats
 from liger_ops.loss.vocab_parallel import VocabShard
 from liger_ops.moe.experts import moe_experts
+from liger_ops.moe.router import moe_router
 from liger_ops.norm.dyt import dyt
 from liger_ops.norm.gated_rms_norm import gated_rms_norm
 from liger_ops.norm.group_norm import group_norm
@@ -48,6 +49,7 @@ __all__ = [
     "linear_topk_log_probs",
     "modulated_rms_norm",
     "moe_experts",
+    "moe_router",
     "poly_norm",
     "relu_squared",
     "relu_squared_mul",

@@ -35,6 +35,7 @@ from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, TokenLossOptions, TokenStats
 from liger_ops.moe.experts import moe_experts
+from liger_ops.moe.router import moe_router
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
@@ -363,35 +364,41 @@ class SparseMoE(nn.Module):
             raise wrong_value("top_k", f"at most num_experts = {num_experts}", top_k)
         super().__init__()
         self.hidden_size, self.top_k = hidden_size, top_k
-        self.norm_topk_prob, self.activation = norm_topk_prob, activation
+        self.norm_topk_prob = norm_topk_prob
         self.gate = nn.Linear(hidden_size, num_experts, False, device, dtype)
-        self.experts = _Experts(hidden_size, intermediate_size, num_experts, device, dtype)
+        self.experts = _Experts(hidden_size, intermediate_size, num_experts, activation, device, dtype)
 
     def route(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The logits of all experts, ``[*, num_experts]``, each token's experts, and their factors, ``[*, top_k]``."""
         logits = self.gate(input)
-        scores, index = logits.float().softmax(-1).topk(self.top_k, dim=-1)
-        return logits, index, scores / scores.sum(-1, keepdim=True) if self.norm_topk_prob else scores
+        return logits, *moe_router(logits, self.top_k, normalize=self.norm_topk_prob)
 
     def forward(self, input: Tensor) -> Tensor:
         check_floating("input", input)
         if input.dim() == 0 or input.shape[-1] != self.hidden_size:
             raise wrong_value("input", f"a tensor whose last dimension is hidden_size = {self.hidden_size}", input)
         _, index, scores = self.route(input)
-        weights = self.experts.gate_up_proj, self.experts.down_proj
-        return moe_experts(input, *weights, index, scores, activation=self.activation)
+        output: Tensor = self.experts(input, index, scores)
+        return output
 
     def extra_repr(self) -> str:
-        return _shown(self, "top_k", "norm_topk_prob", "activation")
+        return _shown(self, "top_k", "norm_topk_prob")
 
 
 class _Experts(nn.Module):
-    """The weights of all experts."""
+    """All experts, called as transformers calls them."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_experts: int, device: Device, dtype: Dtype
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        activation: str,
+        device: Device,
+        dtype: Dtype,
     ) -> None:
         super().__init__()
+        self.activation = activation
         make = functools.partial(torch.empty, device=device, dtype=dtype)
         self.gate_up_proj = nn.Parameter(make(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(make(num_experts, hidden_size, intermediate_size))
@@ -403,8 +410,13 @@ class _Experts(nn.Module):
             bound = parameter.shape[-1] ** -0.5
             nn.init.uniform_(parameter, -bound, bound)
 
+    def forward(self, input: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = self.gate_up_proj, self.down_proj
+        return moe_experts(input, *weights, top_k_index, top_k_weights, activation=self.activation)
+
     def extra_repr(self) -> str:
-        return f"gate_up_proj={tuple(self.gate_up_proj.shape)}, down_proj={tuple(self.down_proj.shape)}"
+        shapes = f"gate_up_proj={tuple(self.gate_up_proj.shape)}, down_proj={tuple(self.down_proj.shape)}"
+        return f"{shapes}, activation={self.activation!r}"
 
 
 def _options(module: nn.Module, *names: str) -> dict[str, Any]:

@@ -226,6 +226,16 @@ def _plain_experts(x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, ind
     return y.to(x.dtype)
 
 
+def _router_logits(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """No two of a token are equal, also in 16 bits up to a width of 256."""
+    return [torch.rand(sizes[:3]).argsort(-1) / 8 - 3], []
+
+
+def _plain_router(logits: Tensor) -> Tensor:
+    chosen = _wide(logits).softmax(-1).topk(2).values
+    return chosen / chosen.sum(-1, keepdim=True)
+
+
 # A budget of chunks makes at least two, however large it is.
 CASES = {
     "linear_cross_entropy": Case(
@@ -333,6 +343,7 @@ CASES = {
         _experts,
         magnitude=4.0,
     ),
+    "moe_router": Case(lambda op, logits: op(logits, 2)[1], _plain_router, _router_logits),
 }
 """A case of each op with its usual options, by the op's name."""
 

@@ -75,10 +75,11 @@ def run_inspect(
 def show(found: Inspection, console: Console) -> None:
     """Prints an inspection as tables."""
     settings = found.settings
+    active = "" if found.num_active == found.num_parameters else f", {_count(found.num_active)} active"
     trained = "" if found.num_trained == found.num_parameters else f", {_count(found.num_trained)} trained"
     where = f"{settings.num_gpus} GPU{'s' if settings.num_gpus > 1 else ''}"
     where += "" if settings.strategy == "single" else f", {STRATEGIES[settings.strategy].title}"
-    parameters = f"{found.model_type}, {_count(found.num_parameters)} parameters{trained}"
+    parameters = f"{found.model_type}, {_count(found.num_parameters)} parameters{active}{trained}"
     console.print(f"[bold]{escape(found.model)}[/bold] ({parameters})", highlight=False)
     tokens = f"{settings.batch_size} x {settings.seq_len:,} tokens per GPU"
     console.print(
@@ -86,7 +87,7 @@ def show(found: Inspection, console: Console) -> None:
         highlight=False,
     )
     console.print(found.kernels, "")
-    texts = []
+    texts = [f"A token takes {found.flops_per_token / 1e9:,.4g} GFLOP in forward and backward, of the model's own."]
     if found.unknown is None:
         console.print(_memory(found))
         most = {row.implementation: _gib(row.logits_bytes) for row in found.rows}

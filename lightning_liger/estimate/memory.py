@@ -17,6 +17,8 @@ from lightning_liger.estimate.models import find_config, make_batch, make_model
 from lightning_liger.estimate.states import PRECISIONS, check_choices, states_of
 from lightning_liger.estimate.step import Step, run_step
 from lightning_liger.hardware import Gpu, get_gpu
+from lightning_liger.monitor.experts import num_active_parameters
+from lightning_liger.monitor.flops import count_flops
 from lightning_liger.patching import PatchReport, apply_liger_kernels
 
 _CONTEXT_BYTES = 2**30
@@ -97,6 +99,8 @@ class Inspection:
         model: As given.
         model_type: The architecture.
         num_parameters, num_trained: Of the model.
+        num_active: Parameters that a token uses: all, but of experts only those that it is sent to.
+        flops_per_token: Of forward and backward, as :func:`~lightning_liger.monitor.flops.count_flops` counts them.
         settings: How it is trained.
         kernels: What is replaced, and what not and why.
         rows: The memory of each way to train.
@@ -113,6 +117,8 @@ class Inspection:
     model_type: str
     num_parameters: int
     num_trained: int
+    num_active: int
+    flops_per_token: float
     settings: Settings
     kernels: PatchReport
     state_bytes: dict[str, int]
@@ -126,7 +132,8 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with the keys that docs/inspect.md lists."""
-        names = ("model", "model_type", "num_parameters", "num_trained", "state_bytes", "unknown", "notes")
+        numbers = ("num_parameters", "num_trained", "num_active", "flops_per_token")
+        names = ("model", "model_type", *numbers, "state_bytes", "unknown", "notes")
         memory = [asdict(row) for row in self.rows]
         for found in memory:
             num_bytes = found.pop("num_bytes")
@@ -201,6 +208,8 @@ def inspect_model(
         model_type=built.config.model_type,
         num_parameters=sum(each.numel() for each in built.parameters()),
         num_trained=sum(each.numel() for each in built.parameters() if each.requires_grad),
+        num_active=num_active_parameters(plain),
+        flops_per_token=count_flops(plain, seq_len) / seq_len,
         settings=settings,
         kernels=apply_liger_kernels(built, fp8=fp8 or None),
         state_bytes=states.totals(built),

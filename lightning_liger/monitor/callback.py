@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
@@ -24,7 +24,8 @@ from lightning_liger.hardware import find_gpu, measure_matmul_flops
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor.batches import COUNTED, LENGTH_EDGES, BatchCounter, Part, contents_of
 from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak_memory, readable_bytes
-from lightning_liger.monitor.flops import ModelFlops, float8_flops, model_flops
+from lightning_liger.monitor.experts import ExpertLoads, find_experts
+from lightning_liger.monitor.flops import ModelFlops, counted_part, float8_flops, model_flops
 from lightning_liger.monitor.gradients import gradient_norm, joined_norm
 from lightning_liger.monitor.page import page, short, table
 from lightning_liger.patching.float8 import converted_layers, share_of
@@ -73,6 +74,8 @@ class LigerMonitor(L.Callback):
     - ``data_wait_share`` of the time, during which the host waited for a batch
     - ``memory_peak_gib`` and ``memory_reserved_gib`` of the process of rank 0
     - ``gradient_norm`` of the last step, before clipping
+    - ``expert_imbalance`` of a mixture of experts, in the last step: tokens of the busiest expert of a layer over their
+      mean, of the layer where that is largest; ``idle_experts_share`` of all experts, which had no token
     - ``padding_share`` of the tokens, ``ignored_share`` of the labels, ``tokens`` in all
 
     ``results`` has these for the whole run, and ``processes``, ``peak_memory_bytes``, ``logits_bytes_avoided``
@@ -121,6 +124,7 @@ class LigerMonitor(L.Callback):
         self._shown: dict[str, str] = {}
         self._open: deque[_Lap] = deque()
         self._counter: BatchCounter | None = None
+        self._experts: dict[nn.Module, int] = {}
         self._rows: dict[str, str] = {}
 
     # The training
@@ -131,13 +135,13 @@ class LigerMonitor(L.Callback):
         self._is_first = self is max(monitors, key=lambda monitor: monitor.page is not None)
         if stage != "fit" or not self._is_first:
             return
-        self._flops = None
+        self._flops, self._experts = None, {}
         # Before the strategy wraps the module, after which shapes are not known.
         after_configure_model(pl_module, functools.partial(self._count_flops, pl_module))
 
     def _count_flops(self, module: L.LightningModule) -> None:
         if next(module.parameters(), None) is not None:  # else it may make its model in its own setup
-            self._flops = model_flops(module)
+            self._flops, self._experts = model_flops(module), find_experts(counted_part(module))
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -166,6 +170,7 @@ class LigerMonitor(L.Callback):
         self._batch: tuple[int, list[Part]] = 0, []
         self._is_interrupted = self._has_counts = False
         self._flops = self._flops or model_flops(pl_module)  # on all ranks, whose pairs are summed up
+        self._loads = ExpertLoads(self._experts or find_experts(counted_part(pl_module)), device)
         self._device_name, self._peak_flops, self._float8_peak_flops = _device(trainer)
         self._converted = converted_layers(pl_module)
         self._counter = BatchCounter(device, [window for _, window in self._flops.attention])
@@ -184,6 +189,7 @@ class LigerMonitor(L.Callback):
             if self._has_counts and self._clock.skip_batches == 0:
                 self._close_lap(trainer)  # what was not timed is no part of the first lap
         self._clock.batch_starts()
+        self._loads.is_counting = (self._num_steps + 1) % self._every == 0
         self._batch = contents_of(batch)  # now: steps may take something out of the batch
 
     @override
@@ -198,6 +204,7 @@ class LigerMonitor(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if self._counter is None:
             return
+        self._loads.is_counting = False
         self._counter.add(*self._batch)
         self._has_counts = True
         if trainer.global_step != self._last_step:
@@ -225,10 +232,15 @@ class LigerMonitor(L.Callback):
         options: Any = {"device": trainer.strategy.root_device, "dtype": torch.float64, "non_blocking": True}
         waited = torch.tensor([self._fetches.seconds], dtype=torch.float64).to(**options)
         self._fetches.seconds = 0.0
-        counted = torch.cat([waited, self._counter.take()])
+        counts = self._counter.take()
+        loads = self._loads.take() if ends_step else counts[:0]  # those of a step that goes on stay
+        counted = torch.cat([waited, counts, loads])
         if trainer.world_size > 1:  # not by the strategy, whose barrier would wait for the device
             dist.all_reduce(counted)
-        given = {"loss": loss, "gradient_norm": self._norm(trainer) if ends_step else None}
+        counted, loads = counted.split([1 + len(counts), len(loads)])
+        given: dict[str, Any] = {"loss": loss}
+        if ends_step:
+            given |= {"gradient_norm": self._norm(trainer), **self._loads.imbalance(loads)}
         scalars = {name: torch.as_tensor(value).detach() for name, value in given.items() if value is not None}
         numbers = {name: value.to(**options).mean().view(1) for name, value in scalars.items()}
         peak, reserved = peak_memory(trainer.strategy)
@@ -343,6 +355,8 @@ class LigerMonitor(L.Callback):
 
     def _end(self, trainer: L.Trainer, folder: str) -> None:
         self._fetches.remove()
+        self._loads.remove()
+        self._experts = {}
         vars(trainer.progress_bar_callback or self).pop("get_metrics", None)
         totals, self._counter = self._totals, None
         owners = [vars(module) for module in trainer.lightning_module.modules()]
@@ -409,6 +423,13 @@ class LigerMonitor(L.Callback):
             yield "Tokens", f"{results['tokens']:,.0f}"
         if norms := [point["gradient_norm"] for point in self.points if "gradient_norm" in point]:
             yield "Gradient norm", f"{norms[-1]:.4g} final, {max(norms):.4g} max"
+        if loads := [point for point in self.points if "expert_imbalance" in point]:
+            last, most = loads[-1], max(point["expert_imbalance"] for point in loads)
+            yield (
+                "Busiest expert",
+                f"{last['expert_imbalance']:.3g} times the mean final, {most:.3g} max;"
+                f" {last['idle_experts_share']:.1%} of the experts idle",
+            )
         peak_format = f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s"
         if self._converted:
             peak_format += f", of {self._float8_peak_flops / 1e12:,.4g} TFLOP/s in float8"

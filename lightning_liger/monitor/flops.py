@@ -12,6 +12,7 @@ counts with its width, and in packed rows a token attends to its own document.
 """
 
 import copy
+import functools
 import inspect
 import operator
 import warnings
@@ -31,14 +32,13 @@ from transformers import PreTrainedModel
 from liger_ops.arguments import check_integer, wrong_type
 from lightning_liger.activations.frames import tensors_in
 from lightning_liger.activations.layers import release_layers
+from lightning_liger.monitor.experts import find_experts, num_arguments, shares_of_parameters, stacked_weights
 from lightning_liger.patching.rules.base import Patched
 from lightning_liger.training.language_model import LanguageModel
 
 _SEQ_LENS = ((128, 256), (16, 32))
 """Tokens of two rows, the first pair that the model takes; multiples of 64, to which linear attention pads."""
 _ASKS_FOR_VALUE = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item)
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k")
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
     """The FLOPs of a model as a function of the lengths of its sequences; see :func:`count_flops`."""
     if not isinstance(model, nn.Module):
         raise wrong_type("model", "a torch.nn.Module", model)
-    inner = getattr(model, "model", None)
-    model = inner if hasattr(model, "training_step") and isinstance(inner, nn.Module) else model
+    model = counted_part(model)
     eager = torch.compiler.set_stance("force_eager")
     with torch.inference_mode(False), torch.enable_grad(), eager, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of compiled modules, about the counter's hooks
@@ -107,6 +106,12 @@ def model_flops(model: nn.Module) -> ModelFlops:
                 with suppress(Exception):  # whatever code does with tensors without values, or with longer rows
                     return _trace(structure, *seq_lens)
     return _count_weights(structure)
+
+
+def counted_part(module: nn.Module) -> nn.Module:
+    """The ``model`` of a LightningModule, any other module itself."""
+    inner = getattr(module, "model", None)
+    return inner if hasattr(module, "training_step") and isinstance(inner, nn.Module) else module
 
 
 def float8_flops(converted: Iterable[Any]) -> float:
@@ -191,10 +196,44 @@ def _structure(model: nn.Module) -> nn.Module:
         while isinstance(module, Patched):
             module.__class__ = module.liger_original  # type: ignore[assignment]
     for module in structure.modules():
-        if isinstance(module, PreTrainedModel):  # that run on meta: tokens meet their experts whatever the router says
+        if isinstance(module, PreTrainedModel):
             module.set_attn_implementation("eager")
-            module.set_experts_implementation("batched_mm")
+    _simplify_experts(structure)
     return structure.train()
+
+
+def _simplify_experts(model: nn.Module) -> None:
+    """Lets experts run on the meta device, on as many tokens as get them wherever a router would send these."""
+    experts: dict[nn.Module, tuple[int, float]] = {
+        module: (number, 1.0) for module, number in find_experts(model).items()
+    }
+    for module, parameter, share in shares_of_parameters(model):
+        # Llama 4's get all tokens, most of which are 0.
+        if share < 1 and parameter.dim() == 3 and len(list(module.parameters())) == 2 and num_arguments(module) == 1:
+            experts[module] = len(parameter), share
+    for module, (number, share) in experts.items():
+        vars(module)["forward"] = functools.partial(
+            _run_pairs, module, number, share, inspect.signature(module.forward)
+        )
+
+
+def _run_pairs(
+    module: nn.Module, num_experts: int, share: float, signature: inspect.Signature, *args: Any, **kwargs: Any
+) -> Tensor:
+    """In place of a forward of experts: products of one number, as wide as those of each pair of a token and an expert.
+
+    The outputs of the products, which nothing reads, depend on each other, on the token and on its factors as experts'.
+    """
+    x, *others = signature.bind(*args, **kwargs).args
+    weights = stacked_weights(module) or [each for each in module.parameters() if each.dim() == 2]
+    num_choices = max((len(each) for each in stacked_weights(module)), default=num_experts)
+    num_pairs = round(others[0].numel() * num_experts / num_choices if others else len(x) * share)
+    rows = x.flatten()[:1].expand(num_pairs, 1)
+    for weight in weights:
+        number = len(weight) if weight.dim() == 3 else num_experts
+        rows = (rows.to(weight.dtype) @ weight.flatten()[None, : weight.numel() // number]).sum(-1, keepdim=True)
+    total = rows.sum() * others[1].sum() if others else rows.sum()
+    return x + total.to(x.dtype)
 
 
 # By weights
@@ -204,24 +243,11 @@ def _count_weights(model: nn.Module) -> ModelFlops:
     """Two FLOPs for each weight of a matrix product in forward, two for its input's gradient, two for its own."""
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     flops = 0.0
-    for name, module in model.named_modules():
-        share = _share_of_experts(module, model) if "experts" in name.split(".") else 1.0
-        for parameter in module.parameters(recurse=False):
-            if isinstance(module, nn.Embedding) or is_lazy(parameter) or parameter.ndim < 2:
-                continue
-            # The weight of a linear module may be packed.
-            is_linear = isinstance(module, nn.Linear)
-            number = module.in_features * module.out_features if is_linear else parameter.numel()
-            flops += 2 * number * share * (1 + is_trained + parameter.requires_grad)
+    for module, parameter, share in shares_of_parameters(model):
+        if isinstance(module, nn.Embedding) or is_lazy(parameter) or parameter.ndim < 2:
+            continue
+        number = parameter.numel()
+        if isinstance(module, nn.Linear):  # whose weight may be packed
+            number = module.in_features * module.out_features
+        flops += 2 * number * share * (1 + is_trained + parameter.requires_grad)
     return ModelFlops(flops, is_traced=False)
-
-
-def _share_of_experts(module: nn.Module, model: nn.Module) -> float:
-    """The share of the experts that a token is sent to, from attributes of modules and configurations; 1 if unknown."""
-    config = vars(getattr(model, "config", module))
-    owners = [vars(module), config, *(vars(each) for name, each in config.items() if name.endswith("config") and each)]
-    top_k, total = (
-        next((owner[name] for owner in owners for name in names if owner.get(name)), 0)
-        for names in (_TOP_K, _NUM_EXPERTS)
-    )
-    return min(1.0, top_k / total) if top_k and total else 1.0

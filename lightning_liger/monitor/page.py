@@ -29,6 +29,7 @@ _PLOTS = (
     ("rows_per_second", "Rows per second", 1, True),
     ("model_flops_utilization", "Model FLOPs utilization (%)", 100, True),
     ("gradient_norm", "Gradient norm", 1, False),
+    ("expert_imbalance", "Tokens of the busiest expert, times the mean", 1, False),
 )
 """Name, heading, factor, and whether the axis starts at 0."""
 

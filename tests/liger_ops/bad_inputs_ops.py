@@ -183,6 +183,11 @@ WRONG: list[tuple[Any, ...]] = [
     ("linear_divergence", {"vocab_shard": SHARD(start=0), "vocab": "common"}, "vocab='equal'", "'common'"),
     ("linear_divergence", {"vocab": "equal", "teacher_weight": ONES(12, 5), "teacher_bias": None}, *VOCABULARIES),
     ("divergence", {"vocab": "equal", "teacher_logits": ONES(4, 12)}, *VOCABULARIES),
+    ("moe_router", {"num_groups": 3}, "num_groups must be", "a divisor of num_experts=8", "got 3"),
+    ("moe_router", {"num_groups": 8, "group_score": "best_two"}, "num_groups must be", "fits group_score", "got 8"),
+    ("moe_router", {"num_groups": 4, "top_k": 3}, "top_k must be", "at most 2", "got 3"),
+    ("moe_router", {"top_groups": 3}, "top_groups must be", "at most 2", "got 3"),
+    ("moe_router", {"bias": ONES(7)}, "bias must be", "(8,)", "(7,)"),
     ("linear_topk_log_probs", {"ids": integers(4, 0)}, "at least one class", "(4, 0)"),
     ("linear_topk_log_probs", {"ids": 11 * integers(4, 2)}, "between 0 and vocab_size - 1 = 10", "got 11", "8 of 8"),
 ]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from liger_ops import backend
 from liger_ops.arguments import check_bool, check_floating, check_same_device, check_shape, check_tensor, wrong_value
@@ -257,6 +258,21 @@ def _bias_scores(grad: Tensor, down_bias: Tensor, index: Tensor) -> Tensor:
         by_expert = grad.float() @ down_bias.mT.float()
     is_used = (index >= 0) & (index < num_experts)
     return by_expert.gather(1, index.clamp(0, num_experts - 1)).where(is_used, 0.0)
+
+
+@register_flop_formula(torch.ops.liger_ops.moe_experts, get_raw=True)
+def _forward_flops(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *_: Any, **__: Any) -> int:
+    """As PyTorch's counter and estimates of time take them."""
+    return 2 * index.numel() * (gate_up[0].numel() + down[0].numel())
+
+
+@register_flop_formula(
+    [torch.ops.liger_ops.moe_experts_backward, torch.ops.liger_ops.moe_experts_backward_], get_raw=True
+)
+def _backward_flops(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *rest: Any, **_: Any) -> int:
+    needs_x, needs_gate_up, needs_down, *_others = rest[-1]
+    products = (needs_x + needs_gate_up) * gate_up[0].numel() + (1 + needs_down) * down[0].numel()
+    return 2 * index.numel() * products
 
 
 class _ExpertsFunction(torch.autograd.Function):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from lightning_liger.commands.inspect import run_inspect, show
+from lightning_liger.commands.inspect import _count, run_inspect, show
 from lightning_liger.estimate import inspect_model
 from tests.lightning_liger.estimate.test_memory import TINY, small_gpu  # noqa: F401  # a fixture
 
@@ -55,9 +55,24 @@ def test_json(capsys):
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
         *("model", "model_type", "num_parameters", "num_trained", "settings", "kernels", "state_bytes", "memory"),
-        *("gpu", "unknown", "notes"),
+        *("gpu", "unknown", "notes", "num_active", "flops_per_token"),
     }
     row = found["memory"][0]
     assert set(row) == {"implementation", "activations", "bytes", "largest_logits_bytes", "plan", "fits"}
     assert row["bytes"]["total"] == sum(size for name, size in row["bytes"].items() if name != "total")
     assert found["gpu"] is None
+    assert found["num_active"] == found["num_parameters"]
+
+
+def test_active_parameters_and_flops_of_a_mixture():
+    config = {**TINY, "num_local_experts": 4, "num_experts_per_tok": 1}
+    found, more = (inspect_model("mixtral", config={**config, "num_local_experts": n}, seq_len=16) for n in (4, 8))
+    router = TINY["num_hidden_layers"] * TINY["hidden_size"] * 4
+    assert more.num_active - found.num_active == router
+    assert more.flops_per_token - found.flops_per_token == 6 * router
+    assert more.num_parameters > found.num_parameters + router
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        show(found, console)
+    assert f"{_count(found.num_active)} active" in capture.get()
+    assert f"A token takes {found.flops_per_token / 1e9:.4g} GFLOP" in capture.get()

@@ -13,7 +13,6 @@ from torch import nn
 from lightning_liger import apply_liger_kernels
 from lightning_liger.activations.layers import control_layers
 from lightning_liger.monitor.flops import ModelFlops, count_flops, model_flops
-from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama, tiny_model
 
 HIDDEN, MLP, VOCAB = (TINY_CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
@@ -92,14 +91,6 @@ def test_frozen_weights_and_adapters_cost_less():
     assert found.attention[0][0] < PER_PAIR
 
 
-def test_experts_count_those_that_a_token_is_sent_to():
-    options = {"num_local_experts": 8, "num_experts_per_tok": 2}
-    model = tiny_model("mixtral", **options, sliding_window=None)
-    weights = LAYERS * (ATTENTION_WEIGHTS + 8 * HIDDEN + 2 * 3 * HIDDEN * MLP) + HIDDEN * VOCAB
-    assert model_flops(model).per_token == about(6 * weights)
-    assert model.config._experts_implementation != "batched_mm"
-
-
 def test_a_sliding_window_counts_with_its_width():
     model = tiny_model("gemma3_text", sliding_window=5, layer_types=["sliding_attention", "full_attention"])
     flops = model_flops(model)
@@ -127,12 +118,3 @@ def test_any_module_that_takes_token_ids_is_counted():
 )
 def test_weights_are_counted_where_the_model_does_not_run_on_meta(module, expected):
     assert model_flops(module()) == ModelFlops(expected, is_traced=False)
-
-
-def test_of_experts_those_weights_are_counted_that_a_token_is_sent_to():
-    model = tiny_causal_lm("dbrx")
-    weights = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
-    experts = sum(number for name, number in weights.items() if name.endswith(("w1", "v1", "w2")))
-    config = model.config.ffn_config
-    unused = experts * (1 - config.moe_top_k / config.moe_num_experts) + model.get_input_embeddings().weight.numel()
-    assert model_flops(model) == ModelFlops(6 * (sum(weights.values()) - unused), is_traced=False)

@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_liger.monitor.flops import model_flops
+from tests.lightning_liger.monitor.test_experts import loads_of
 from tests.lightning_liger.monitor.workers import ranks
 from tests.lightning_liger.strategies.workers.distributed import build_model, launch
 from tests.lightning_liger.tiny import tiny_llama
@@ -17,7 +18,8 @@ def found(tmp_path_factory):
 def test_counts_are_exact_over_ranks_and_accumulated_batches(found, name):
     is_shared = name == "context-parallel"
     rows = ranks.SHARED if is_shared else sum(ranks.LENGTHS, ())
-    flops = model_flops(tiny_llama() if is_shared else build_model())
+    model = tiny_llama() if is_shared else ranks.tiny_mixture() if name == "experts" else build_model()
+    flops = model_flops(model)
     for rank in (0, 1):
         run = found[rank][name]
         results = run["results"]
@@ -33,4 +35,15 @@ def test_counts_are_exact_over_ranks_and_accumulated_batches(found, name):
 
         # Clipping takes the norm too.
         assert run["norms"] == pytest.approx([point["gradient_norm"] for point in run["points"]], rel=1e-5)
-        assert run["norms"] == pytest.approx(found[0]["ddp"]["norms"], rel=1e-4) or is_shared
+        if name in ("fsdp", "fsdp2"):
+            assert run["norms"] == pytest.approx(found[0]["ddp"]["norms"], rel=1e-4)
+
+
+def test_tokens_of_experts_are_those_of_all_ranks_and_accumulated_batches(found):
+    batches = [ranks.make_batch(length) for lengths in ranks.LENGTHS for length in lengths[:2]]
+    loads = loads_of(ranks.tiny_mixture().eval(), batches)
+    assert len(loads) == 2
+    for rank in (0, 1):
+        point = found[rank]["experts"]["points"][0]
+        assert point["expert_imbalance"] == pytest.approx(float((loads.amax(1) * 20 / loads.sum(1)).max()))
+        assert point["idle_experts_share"] == pytest.approx(float((loads == 0).double().mean()))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_liger import LigerDDPStrategy, LigerModelParallelStrategy, LigerMonitor, LigerStrategy
 from lightning_liger.monitor.gradients import gradient_norm
 from tests.lightning_liger.strategies.workers.distributed import LM, make_trainer
-from tests.lightning_liger.tiny import tiny_llama
+from tests.lightning_liger.tiny import tiny_llama, tiny_model
 
 LENGTHS = ((4, 8, 6, 10), (12, 8, 2, 6))
 """Tokens of the row of each batch, by rank."""
@@ -26,6 +26,7 @@ RUNS: dict[str, Any] = {
     "ddp": (LigerDDPStrategy, {}),
     "fsdp": (LigerStrategy, {}),
     "fsdp2": (LigerModelParallelStrategy, {}),
+    "experts": (LigerDDPStrategy, {}),
     "context-parallel": (LigerDDPStrategy, {"context_parallel_size": 2}),
 }
 
@@ -48,7 +49,18 @@ class WithEvenHeads(LM):
         self.model = tiny_llama().train()
 
 
-def _batch(seq_len: int) -> dict[str, torch.Tensor]:
+class WithExperts(LM):
+    """Of which some get no token."""
+
+    def configure_model(self) -> None:
+        self.model = tiny_mixture().train()
+
+
+def tiny_mixture() -> Any:
+    return tiny_model("mixtral", num_local_experts=20, num_experts_per_tok=1, use_cache=False, intermediate_size=8)
+
+
+def make_batch(seq_len: int) -> dict[str, torch.Tensor]:
     input_ids = torch.arange(seq_len)[None] % 16
     labels = input_ids.clone()
     labels[0, 0] = -100
@@ -63,8 +75,8 @@ def _fit(name: str, rank: int, folder: Path) -> dict[str, Any]:
         monitor, norms, root=folder / name, strategy=strategy(**options), devices=2, accumulate_grad_batches=2,
         gradient_clip_val=0.1,
     )  # fmt: skip
-    module = WithEvenHeads() if options else LM()
-    trainer.fit(module, DataLoader([_batch(length) for length in lengths], batch_size=None))
+    module = WithEvenHeads() if options else WithExperts() if name == "experts" else LM()
+    trainer.fit(module, DataLoader([make_batch(length) for length in lengths], batch_size=None))
     return {
         "results": monitor.results,
         "points": monitor.points,
