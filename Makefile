@@ -1,6 +1,9 @@
 # make demo   train a small language model on this machine's Python sources, and continue a prompt with it
 # make test   run the whole test suite
 # make lowest the same with the oldest torch and transformers that pyproject.toml allows, in an environment of its own
+# make newest the same with the newest releases, past the bounds of pyproject.toml too
+# make gpu    run the tests that need GPUs
+# make history measure the ops and the loss on a GPU, into a folder history/ with a file for each commit
 # make docs   write docs/models.md again, and the tables that are made from data and code
 # make site   build the documentation site into build/site; warnings are errors
 # make smoke  build sdist and wheel, install the wheel into an empty environment, and train two steps with it
@@ -8,7 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo predict test lowest lint docs site wheel smoke clean
+.PHONY: demo predict test lowest newest gpu history lint docs site wheel smoke clean
 
 # The virtual environment is complete when this file is newer than what it was made from.
 $(VENV)/.complete: pyproject.toml constraints.txt
@@ -44,6 +47,26 @@ $(VENV)-lowest/.complete: pyproject.toml constraints-lowest.txt
 
 lowest: $(VENV)-lowest/.complete
 	$(VENV)-lowest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# In a new environment each time: what is newest changes. pip only warns of versions past our bounds.
+newest:
+	$(PYTHON) -m venv --clear $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-newest/bin/python -m pip install --quiet --editable '.[dev]'
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade torch transformers lightning liger-kernel
+	$(VENV)-newest/bin/python -m pip list --format freeze
+	$(VENV)-newest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+gpu: $(VENV)/.complete
+	$(BIN)/python -m pytest -m "gpu or multi_gpu"
+
+$(VENV)/.bench: $(VENV)/.complete
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+history: $(VENV)/.bench
+	$(BIN)/python -m benchmarks ops --no-sweeps --out history/$$(git log -1 --format=%cs_%h)_ops
+	$(BIN)/python -m benchmarks loss --out history/$$(git log -1 --format=%cs_%h)_loss
 
 lint: $(VENV)/.complete
 	$(BIN)/ruff check .

@@ -60,10 +60,38 @@ def test_workflows_and_the_readme_call_targets_of_the_makefile():
     workflows = [ROOT / ".ci" / "run", ROOT / "README.md", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
     for workflow in workflows:
         text = workflow.read_text(encoding="utf-8")
-        targets = re.findall(r"(?:^|run: |`)make (\w+)(?:$|`)", text, flags=re.MULTILINE)
+        targets = re.findall(r"(?:^ *|run: |`)make (\w+)(?:$|`| 2>&1)", text, flags=re.MULTILINE)
         assert targets, workflow.name
         assert [target for target in targets if f"\n{target}:" not in makefile] == []
     assert {"lint", "test", "smoke", "site"} <= set(re.findall(r"^make (\w+)$", workflows[0].read_text(), re.MULTILINE))
+
+
+def test_actions_are_pinned_by_hash_with_their_version():
+    lines = [
+        (path.name, line.strip().removeprefix("- "))
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"\buses:", line)
+    ]
+    assert {name for name, _ in lines} >= {"ci.yml", "release.yml", "newest.yml", "gpu.yml"}
+    pinned = r"uses: ([\w-]+/[\w-]+@[0-9a-f]{40}) # (v\d+\.\d+\.\d+)"
+    assert [line for line in lines if not re.fullmatch(pinned, line[1])] == []
+    hashes = {re.fullmatch(pinned, line).groups() for _, line in lines}
+    assert len(hashes) == len({action.split("@")[0] for action, _ in hashes})  # one version of each
+
+
+def test_newest_versions_are_tried_each_week_and_break_into_an_issue():
+    newest, gpu = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))
+        for name in ("newest.yml", "gpu.yml")
+    )
+    assert newest[True]["schedule"]  # YAML reads "on" as a boolean
+    assert newest["permissions"] == {"contents": "read", "issues": "write"}
+    *_, tests, issue = newest["jobs"]["newest"]["steps"]
+    assert "make newest" in tests["run"]
+    assert (issue["if"], "gh issue create" in issue["run"]) == ("failure()", True)
+    assert "pull_request" not in gpu[True]  # whose code must not run on a machine of one's own
+    assert "self-hosted" in gpu["jobs"]["gpu"]["runs-on"]
 
 
 def test_files_of_the_repository_can_be_read_and_name_what_they_should():

@@ -8,6 +8,7 @@ the dispatcher only when a tracer must see it: the compiler, or a dispatch mode 
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,32 @@ _PLAIN_ARGUMENTS = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int,
 def use_triton(tensor: Tensor) -> bool:
     """Whether ops on ``tensor`` launch Triton kernels; otherwise they run the PyTorch reference.
 
-    A meta tensor stands for one on a GPU: the same ops run, and allocate the same. On AMD's GPUs, which PyTorch calls
-    CUDA devices too and on which the kernels were never tried, the reference runs.
+    A meta tensor stands for one on a GPU: the same ops run, and allocate the same. Where a GPU could not run them, or
+    never has, the reference runs, after a warning: on AMD's GPUs, which PyTorch calls CUDA devices too, and in bfloat16
+    below compute capability 8.0.
     """
-    return (tensor.is_cuda or tensor.is_meta) and tensor.dtype in _TRITON_DTYPES and torch.version.hip is None
+    if not tensor.is_cuda:
+        return tensor.is_meta and tensor.dtype in _TRITON_DTYPES and torch.version.hip is None
+    return tensor.dtype in _TRITON_DTYPES and _has_kernels(tensor.get_device(), tensor.dtype == torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result  # neither a query of the device nor a warning can be traced
+def _has_kernels(device_index: int, in_bfloat16: bool) -> bool:
+    """Whether a GPU runs our kernels; warns, once, if it does not."""
+    return _find_kernels(device_index, in_bfloat16)
+
+
+@functools.lru_cache(maxsize=64)
+def _find_kernels(device_index: int, in_bfloat16: bool) -> bool:
+    if torch.version.hip is not None:
+        reason = "on AMD GPUs ops run as plain PyTorch: their Triton kernels were never tried there"
+    elif in_bfloat16 and torch.cuda.get_device_capability(device_index) < (8, 0):
+        name = torch.cuda.get_device_name(device_index)
+        reason = f"on {name} ops in bfloat16 run as plain PyTorch: their Triton kernels need compute capability 8.0"
+    else:
+        return True
+    warnings.warn(reason, stacklevel=4)
+    return False
 
 
 def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
@@ -47,20 +70,38 @@ def next_power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """How many programs of a persistent kernel run at once, one on each multiprocessor."""
-    # Off CUDA only Triton's interpreter gets here; two programs are the fewest that share the work.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+@dataclass(frozen=True)
+class Hardware:
+    """What choices of launch parameters know about a device."""
+
+    multiprocessors: int
+    threads: int  # of a multiprocessor, at most
+    shared_bytes: int  # of a program, at most
+    cache_bytes: int  # L2
+
+    @property
+    def warps(self) -> int:
+        """Warps that run on a multiprocessor at once."""
+        return self.threads // 32
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Shared memory that loads ahead of their use may fill; 16 KB are left for reductions."""
+        return self.shared_bytes - 16 * 1024
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may fill with loads ahead of their use; 16 KB are left for reductions."""
-    if device.type != "cuda":
-        return 80 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin - 16 * 1024  # type: ignore[attr-defined]  # not in torch's stubs
+def hardware(device: torch.device) -> Hardware:
+    """Of a device."""
+    if device.type != "cuda":  # only Triton's interpreter gets here; two programs are the fewest that share the work
+        return Hardware(multiprocessors=2, threads=2048, shared_bytes=96 * 1024, cache_bytes=50 * 2**20)
+    found: Any = torch.cuda.get_device_properties(device)  # not all is in torch's stubs
+    return Hardware(
+        multiprocessors=found.multi_processor_count,
+        threads=found.max_threads_per_multi_processor,
+        shared_bytes=found.shared_memory_per_block_optin,
+        cache_bytes=found.L2_cache_size,
+    )
 
 
 launch_cache = functools.lru_cache(maxsize=1024)

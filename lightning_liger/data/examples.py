@@ -34,7 +34,8 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
 
     Args:
         path: A .jsonl file (one object per line), a .json file (a list of objects), a .parquet or .csv file, or a
-            folder with such files; ``owner/name`` of a data set on the Hub; a ``datasets.Dataset`` or a list of records.
+            folder with such files; ``owner/name`` of a data set on the Hub; a ``datasets.Dataset`` or a list of
+            records.
         chat_template: A file with a chat template (jinja), instead of the tokenizer's.
         chat_template_kwargs: Additional variables of the chat template. Those of a record override them.
         columns: The names of fields in the files, where they differ: ``{"prompt": "question"}``.

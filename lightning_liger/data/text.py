@@ -49,8 +49,8 @@ class TextDataModule(TokenizedDataModule):
 
     Args:
         path: A text file (one document), a .jsonl, .parquet or .csv file (one document per record) or a folder with
-            such files (.txt, .md, .rst, .py, .jsonl, .parquet; hidden ones are skipped); ``owner/name`` of a data set on the
-            Hub; a ``datasets.Dataset`` or a list of records. By default the sources of Python's standard library.
+            such files (.txt, .md, .rst, .py, .jsonl, .parquet; hidden ones are skipped); ``owner/name`` of a data set on
+            the Hub; a ``datasets.Dataset`` or a list of records. By default the sources of Python's standard library.
         block_size: Tokens per row.
         text_field: The key of the text in records.
         separate_documents: Whether batches also have ``position_ids``, ``[batch_size, block_size]`` in int64, that

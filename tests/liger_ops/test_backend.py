@@ -3,6 +3,7 @@
 import random
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
@@ -36,16 +37,48 @@ class Like(NamedTuple):
     dtype: torch.dtype
     is_meta: bool = False
 
+    def get_device(self) -> int:
+        return 0
 
-def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Sets the compute capability of GPU 0, which needs not exist."""
+
+    def set_to(*version: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        monkeypatch.setattr(backend, "_find_kernels", backend.functools.cache(backend._find_kernels.__wrapped__))
+
+    return set_to
+
+
+def test_kernels_are_for_floats_of_at_most_32_bits_on_a_gpu(capability: Callable[[int, int], None]) -> None:
+    capability(8, 0)
     assert not any(backend.use_triton(Like(True, each)) for each in (torch.float64, torch.int64, torch.complex64))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert backend.use_triton(Like(True, dtype))
         assert not backend.use_triton(Like(False, dtype))
         assert not backend.use_triton(torch.empty(1, dtype=dtype))
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.version, "hip", "7.0")
-            assert not backend.use_triton(Like(True, dtype))
+
+
+def test_gpus_without_kernels_run_pytorch_after_one_warning(
+    capability: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability(7, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        paths = [backend.use_triton(Like(True, dtype)) for dtype in 2 * (torch.float32, torch.float16, torch.bfloat16)]
+    assert paths == 2 * [True, True, False]
+    assert [str(each.message).split(":")[0] for each in caught] == ["on a GPU ops in bfloat16 run as plain PyTorch"]
+    capability(9, 4)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.warns(UserWarning, match="on AMD GPUs ops run as plain PyTorch"):
+        assert not backend.use_triton(Like(True, torch.float16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not backend.use_triton(Like(True, torch.float32))
+        assert not backend.use_triton(Like(False, torch.float32, is_meta=True))
 
 
 # Rows.

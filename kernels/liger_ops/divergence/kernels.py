@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from liger_ops import backend
-from liger_ops.backend import RowLaunch
+from liger_ops.backend import Hardware, RowLaunch
 from liger_ops.divergence.options import KINDS, DivergenceOptions
 from liger_ops.loss.row_math import decay_of, rounding_of, shifted_exp, to_exponent, transform
 
@@ -319,7 +319,7 @@ def divergence_kernel(
 
 
 @backend.launch_cache
-def choose_divergence_launch(vocab_size: int, num_multiprocessors: int) -> RowLaunch:
+def choose_divergence_launch(vocab_size: int, hardware: Hardware) -> RowLaunch:
     """Launch parameters: two groups of each model's columns a thread, and as many programs as fill the device.
 
     On an H200, 2048 rows of 128256 columns in bfloat16: forward KL takes 0.69 ms with 8 warps of a block of 4096, and
@@ -327,7 +327,7 @@ def choose_divergence_launch(vocab_size: int, num_multiprocessors: int) -> RowLa
     """
     block_size = min(triton.next_power_of_2(max(vocab_size, _MIN_BLOCK_SIZE)), _MAX_BLOCK_SIZE)
     num_warps = max(1, block_size // 512)  # two groups a thread, to load both while the other is computed
-    return RowLaunch(block_size, num_warps, 64 // num_warps * num_multiprocessors)
+    return RowLaunch(block_size, num_warps, hardware.warps // num_warps * hardware.multiprocessors)
 
 
 class Rows(NamedTuple):
@@ -354,7 +354,7 @@ def launch_divergence(rows: Rows, vocab_size: int, step: int | None = None, sums
     num_rows, num_columns = student.shape
     if num_rows == 0:
         return
-    launch = choose_divergence_launch(num_columns, backend.num_multiprocessors(student.device))
+    launch = choose_divergence_launch(num_columns, backend.hardware(student.device))
     transforms = {}
     for name, each in (("student", options.student_transform), ("teacher", options.teacher_transform)):
         transforms[f"{name}_scale"] = None if each.scale == 1.0 else float(each.scale)

@@ -217,7 +217,7 @@ def _gated_rows_backward(
     num_rows, num_columns = gate.shape
     block_size = backend.next_power_of_2(num_columns)
     _gated_rows_backward_kernel.launch(
-        min(num_rows, backend.num_multiprocessors(gate.device)),
+        min(num_rows, backend.hardware(gate.device).multiprocessors),
         grad_ptr=grad,
         gate_ptr=gate,
         up_ptr=up,

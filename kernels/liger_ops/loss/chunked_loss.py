@@ -412,7 +412,7 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) 
         torch.mm(left, right, out=total)
     elif total.dtype == left.dtype:
         torch.addmm(total, left, right, out=total)
-    elif total.is_cuda:
+    elif total.is_cuda and torch.version.hip is None:  # on AMD GPUs that was never tried
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=int(keep), out=total)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=int(keep), out=total)

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.backend import RowLaunch
+from liger_ops.backend import Hardware, RowLaunch
 from liger_ops.loss.gradient_kernels import gradient_kernel
 from liger_ops.loss.options import Targets, TokenLossOptions
 from liger_ops.loss.row_kernels import loss_kernel
@@ -17,7 +17,7 @@ from liger_ops.loss.row_kernels import loss_kernel
 _GROUP = 8  # neighboring columns of one thread: 16 bytes in bfloat16
 _MIN_BLOCK_SIZE = 128
 MAX_ROW_IN_REGISTERS = 65536  # bytes
-_CACHED_BYTES = 36 * 2**20  # of the 50 MB of L2 on H100 and H200, as the gradient passes through it too
+_CACHED_BYTES = 36 * 2**20  # of the 50 MiB of L2 on H100 and H200, as the gradient passes through it too
 
 
 # Most logits of a row, rounded up to a power of two; warps; programs a multiprocessor, as many as fill it; rows loaded
@@ -48,16 +48,17 @@ def _block_size(vocab_size: int) -> int:
 
 
 @backend.launch_cache
-def choose_whole_row_launch(vocab_size: int, num_multiprocessors: int, row_bytes: int, shared_bytes: int) -> RowLaunch:
+def choose_whole_row_launch(vocab_size: int, hardware: Hardware, row_bytes: int) -> RowLaunch:
     """Launch parameters for rows that a program holds in registers; ``row_bytes`` include class weights."""
     block_size = _block_size(vocab_size)
     _, num_warps, programs, rows_ahead = next(choice for choice in _WHOLE_ROW if block_size <= choice[0])
-    num_stages = 1 + min(rows_ahead, shared_bytes // row_bytes)
-    return RowLaunch(block_size, num_warps, programs * num_multiprocessors, num_stages)
+    num_stages = 1 + min(rows_ahead, hardware.ahead_bytes // row_bytes)
+    programs = min(programs, hardware.warps // num_warps)
+    return RowLaunch(block_size, num_warps, programs * hardware.multiprocessors, num_stages)
 
 
 @backend.launch_cache
-def choose_block_launch(vocab_size: int, num_multiprocessors: int, column_bytes: int, shared_bytes: int) -> RowLaunch:
+def choose_block_launch(vocab_size: int, hardware: Hardware, column_bytes: int) -> RowLaunch:
     """Launch parameters for rows that are walked over in blocks.
 
     Two programs share a multiprocessor, so that one loads while the other reduces, if the L2 cache still holds their
@@ -68,13 +69,15 @@ def choose_block_launch(vocab_size: int, num_multiprocessors: int, column_bytes:
     and of 151936 1.46 in blocks of 16384 with 32 warps (1.63 and 1.55 in blocks of 4096). Larger blocks are no faster,
     and spill registers where stats are wanted or logits are float32. ``column_bytes`` include class weights.
     """
-    programs = 2 * num_multiprocessors
-    if programs * vocab_size * column_bytes <= _CACHED_BYTES:
+    programs = 2 * hardware.multiprocessors
+    cached_bytes = min(_CACHED_BYTES, hardware.cache_bytes * 18 // 25)
+    if programs * vocab_size * column_bytes <= cached_bytes:
         block_size = min(_block_size(vocab_size), 4096)
-        num_stages = 1 + min(5, shared_bytes // (2 * block_size * column_bytes))
+        num_stages = 1 + min(5, hardware.ahead_bytes // (2 * block_size * column_bytes))
         return RowLaunch(block_size, max(1, block_size // 256), programs, num_stages)
     block_size = min(_block_size(vocab_size), 16384)
-    return RowLaunch(block_size, max(1, block_size // 512), programs)
+    num_warps = max(1, block_size // 512)
+    return RowLaunch(block_size, num_warps, min(2, hardware.warps // num_warps) * hardware.multiprocessors)
 
 
 @backend.launch_cache
@@ -169,19 +172,18 @@ def launch_loss(
             mean_scale.zero_()
         return
     labels, class_weight, token_weight = targets
-    num_multiprocessors = backend.num_multiprocessors(logits.device)
+    hardware = backend.hardware(logits.device)
     arguments = _shared_arguments(logits, grad_logits, class_weight, grad_scale, options)
     row_size = max(1, vocab_size - (vocab_size % _GROUP if arguments["GROUPED"] else 0))  # edges are apart
     row_bytes = row_size * logits.element_size()
     whole_row = grad_logits is not None and row_bytes <= MAX_ROW_IN_REGISTERS
-    shared_bytes = backend.shared_memory(logits.device)
     weight_bytes = 0 if class_weight is None else class_weight.element_size()
     if whole_row:
         block_bytes = triton.next_power_of_2(row_bytes) + 2 * triton.next_power_of_2(vocab_size) * weight_bytes
-        launch = choose_whole_row_launch(row_size, num_multiprocessors, block_bytes, shared_bytes)
+        launch = choose_whole_row_launch(row_size, hardware, block_bytes)
     else:
         column_bytes = logits.element_size() + weight_bytes
-        launch = choose_block_launch(vocab_size, num_multiprocessors, column_bytes, shared_bytes)
+        launch = choose_block_launch(vocab_size, hardware, column_bytes)
     loss_kernel.launch(
         launch.num_programs(num_rows),
         **arguments,

@@ -37,7 +37,7 @@ def _launch(gradient: Tensor, factor: Tensor, scaled: Tensor) -> Tensor:
         # With a dimension, or PyTorch would cast the factor to the gradient's dtype before it multiplies.
         return torch.mul(gradient, factor.reshape(1), out=scaled)
     if gradient.numel():
-        num_programs = _PROGRAMS_PER_MULTIPROCESSOR * backend.num_multiprocessors(gradient.device)
+        num_programs = _PROGRAMS_PER_MULTIPROCESSOR * backend.hardware(gradient.device).multiprocessors
         _scale_kernel.launch(
             min(-(-gradient.numel() // _BLOCK_SIZE), num_programs),
             gradient_ptr=gradient,

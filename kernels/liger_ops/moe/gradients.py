@@ -8,7 +8,18 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.moe.gate import Gate, gate_values
 from liger_ops.moe.index import Index
-from liger_ops.moe.tiles import choose_blocks, find_tile, halve, multiply, precision_of, shape_of, split_pairs, tiles_of
+from liger_ops.moe.tiles import (
+    Blocks,
+    choose_blocks,
+    find_tile,
+    fit,
+    halve,
+    multiply,
+    precision_of,
+    shape_of,
+    split_pairs,
+    tiles_of,
+)
 
 
 @triton.jit
@@ -238,7 +249,8 @@ def gate_backward(
     down.
     """
     width, hidden_size = weight.shape[1:]
-    blocks = choose_blocks(width, hidden_size, grad.dtype, block_rows, False)
+    shared_bytes = backend.hardware(grad.device).ahead_bytes
+    blocks = choose_blocks(width, hidden_size, grad.dtype, block_rows, False, shared_bytes)
     shape = shape_of(blocks, width, hidden_size, grad.dtype)
     partial = grad.new_empty((z.shape[0], shape["num_blocks"]), dtype=torch.float32)
     _gate_backward_kernel.launch(
@@ -296,6 +308,10 @@ def weight_gradient(
     half = left.dtype.itemsize == 2
     block_outputs = min(max(16, backend.next_power_of_2(num_outputs)), 128 if half else 64)
     block_inputs = min(max(16, backend.next_power_of_2(num_inputs)), 256 if half else 64)
+    num_warps = 8 if block_outputs * block_inputs > 128 * 128 else 4
+    blocks = Blocks(block_outputs, block_inputs, 64 if half else 32, num_warps, 3 if half else 2)
+    blocks = fit(blocks, left.dtype.itemsize, backend.hardware(left.device).ahead_bytes)
+    block_inputs = blocks.columns
     num_output_blocks, num_input_blocks = -(-num_outputs // block_outputs), -(-num_inputs // block_inputs)
     # Rows of tokens are those of x or of the output's gradient; a bias belongs to what is not x.
     left_bias = left_gathered == (scores is not None)
@@ -319,8 +335,8 @@ def weight_gradient(
         LEFT_BIAS=left_bias,
         BLOCK_OUTPUTS=block_outputs,
         BLOCK_INPUTS=block_inputs,
-        BLOCK_TERMS=64 if half else 32,
-        NUM_STAGES=3 if half else 2,
+        BLOCK_TERMS=blocks.terms,
+        NUM_STAGES=blocks.num_stages,
         PRECISION=precision_of(left.dtype),
-        num_warps=8 if block_outputs * block_inputs > 128 * 128 else 4,
+        num_warps=blocks.num_warps,
     )

@@ -190,7 +190,8 @@ def gate_up(
     1 with up after the gate, 2 with up in odd features.
     """
     width, hidden_size = a.shape[1], x.shape[1]
-    blocks = choose_blocks(width, hidden_size, x.dtype, block_rows, gated == 0)
+    shared_bytes = backend.hardware(x.device).ahead_bytes
+    blocks = choose_blocks(width, hidden_size, x.dtype, block_rows, gated == 0, shared_bytes)
     shape = shape_of(blocks, width, hidden_size, x.dtype)
     _gate_up_kernel.launch(
         index.max_tiles(block_rows) * shape["num_blocks"],
@@ -218,9 +219,9 @@ def gate_up(
 def product(left: Tensor, weight: Tensor, bias: Tensor | None, index: Index, block_rows: int, y: Tensor) -> None:
     """Writes ``left @ weight[expert].T + bias[expert]`` of each row; ``weight`` is a view of any strides."""
     num_columns, num_terms = weight.shape[1:]
-    shape = shape_of(
-        choose_blocks(num_columns, num_terms, left.dtype, block_rows, True), num_columns, num_terms, left.dtype
-    )
+    shared_bytes = backend.hardware(left.device).ahead_bytes
+    blocks = choose_blocks(num_columns, num_terms, left.dtype, block_rows, True, shared_bytes)
+    shape = shape_of(blocks, num_columns, num_terms, left.dtype)
     _product_kernel.launch(
         index.max_tiles(block_rows) * shape["num_blocks"],
         left_ptr=left,

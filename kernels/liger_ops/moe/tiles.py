@@ -21,8 +21,26 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
+def fit(blocks: Blocks, itemsize: int, shared_bytes: int, num_products: int = 1) -> Blocks:
+    """Blocks of which shared memory holds the loads ahead: of fewer terms, fewer loads, fewer columns, in this order.
+
+    A program computes ``num_products`` products of the same rows.
+    """
+    rows, columns, terms, num_warps, num_stages = blocks
+    while num_stages * (rows + num_products * columns) * terms * itemsize > shared_bytes:
+        if terms > 32:
+            terms //= 2
+        elif num_stages > 2:
+            num_stages -= 1
+        else:
+            columns //= 2
+    return Blocks(rows, columns, terms, num_warps, num_stages)
+
+
 @backend.launch_cache
-def choose_blocks(num_columns: int, num_terms: int, dtype: torch.dtype, rows: int, wide: bool) -> Blocks:
+def choose_blocks(
+    num_columns: int, num_terms: int, dtype: torch.dtype, rows: int, wide: bool, shared_bytes: int
+) -> Blocks:
     """For outputs of ``num_columns`` columns; ``wide`` if a program has one accumulator of up to 256 columns."""
     columns = min(max(16, backend.next_power_of_2(num_columns)), 256 if wide else 128)
     half = dtype.itemsize == 2
@@ -30,7 +48,8 @@ def choose_blocks(num_columns: int, num_terms: int, dtype: torch.dtype, rows: in
     if not half:
         columns = min(columns, 64)
     num_warps = 8 if rows * columns * (1 if wide else 2) > 128 * 128 else 4
-    return Blocks(rows, columns, terms, num_warps, 3 if half else 2)
+    blocks = Blocks(rows, columns, terms, num_warps, 3 if half else 2)
+    return fit(blocks, dtype.itemsize, shared_bytes, 1 if wide else 2)
 
 
 @backend.launch_cache

@@ -152,7 +152,7 @@ def _dyt_backward(
     launch = choose_launch(x.shape[-1])
     num_blocks = -(-x.shape[-1] // launch.block_size)
     num_tiles = launch.num_programs(x.numel() // x.shape[-1])
-    num_parts = min(num_tiles, max(1, 4 * backend.num_multiprocessors(x.device) // num_blocks))
+    num_parts = min(num_tiles, max(1, 4 * backend.hardware(x.device).multiprocessors // num_blocks))
     parts = x.new_empty((2, num_parts, x.shape[-1]), dtype=torch.float32)
     alpha_parts = parts.new_empty(num_parts * num_blocks)
     grad_x, *others = backend.spread(gradients, needs)

@@ -202,7 +202,7 @@ def _shared_arguments(
     num_rows = statistics.shape[1]
     channels_per_group, num_positions = x.shape[1] // num_groups, math.prod(x.shape[2:])
     launch, block_size = choose_launch(
-        channels_per_group, num_positions, x.element_size(), backend.shared_memory(x.device)
+        channels_per_group, num_positions, x.element_size(), backend.hardware(x.device).ahead_bytes
     )
     return {
         "x_ptr": x.contiguous(),

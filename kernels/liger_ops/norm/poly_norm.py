@@ -179,7 +179,7 @@ def _poly_norm_backward(
         return [gradient.zero_() for gradient in gradients]
     grad_x, grad_weight, grad_bias = backend.spread(gradients, needs)
     launch = choose_launch(x.shape[-1])
-    num_programs = min(launch.num_programs(x.numel() // x.shape[-1]), 4 * backend.num_multiprocessors(x.device))
+    num_programs = min(launch.num_programs(x.numel() // x.shape[-1]), 4 * backend.hardware(x.device).multiprocessors)
     parts = x.new_empty((num_programs, 4), dtype=torch.float32)
     grad_rows = backend.as_rows(grad_y, x.shape[-1])
     others = {"grad_y_row_stride": grad_rows.stride(0), "NUM_STAGES": launch.num_stages}

@@ -77,7 +77,7 @@ def _sum_parts_kernel(
 def sum_parts(parts: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None) -> None:
     """Adds up ``parts``, ``[1 or 2, num_parts, num_columns]``, into the gradients that are wanted, in a fixed order."""
     num_parts, num_columns = parts.shape[1:]
-    block_columns = _choose_sum_columns(num_columns, backend.num_multiprocessors(parts.device))
+    block_columns = _choose_sum_columns(num_columns, backend.hardware(parts.device).multiprocessors)
     _sum_parts_kernel.launch(
         -(-num_columns // block_columns),
         parts_ptr=parts,

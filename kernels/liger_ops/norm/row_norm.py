@@ -117,10 +117,10 @@ def _row_norm_forward(
     launch = choose_forward_launch(
         hidden_size,
         x.element_size(),
-        backend.num_multiprocessors(x.device),
+        backend.hardware(x.device).multiprocessors,
         centered=centered,
         input_bytes=x.element_size() + (0 if residual is None else residual.element_size()),
-        shared_bytes=backend.shared_memory(x.device),
+        shared_bytes=backend.hardware(x.device).ahead_bytes,
     )
     forward_kernel.launch(
         launch.num_programs(num_rows),
@@ -178,10 +178,10 @@ def _row_norm_backward(
     launch = choose_backward_launch(
         hidden_size,
         max(x.element_size(), grad_y.element_size()),
-        backend.num_multiprocessors(x.device),
+        backend.hardware(x.device).multiprocessors,
         num_inputs=2 if grad_total is None else 3,
         num_sums=num_sums,
-        shared_bytes=backend.shared_memory(x.device),
+        shared_bytes=backend.hardware(x.device).ahead_bytes,
     )
     num_blocks = -(-hidden_size // launch.block_size)  # triton.cdiv takes microseconds
     num_parts = launch.num_programs(num_rows)

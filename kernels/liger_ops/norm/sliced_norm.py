@@ -66,15 +66,15 @@ def _allocate(x: Tensor, gate: Tensor | None, weight: Tensor | None, *others: An
 
 
 def _shared_arguments(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, grad_bytes: int, *options: Any
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, other: Tensor | None, *options: Any
 ) -> tuple[int, int, dict[str, Any]]:
-    """Samples, tiles of a slice, and the arguments that both kernels have."""
+    """Samples, tiles of a slice, and the arguments that both kernels have; ``other`` is what one reads in its loop."""
     num_groups, _, offset, gating, activation, _ = options
     hidden_size = x.shape[-1]
     num_samples = 1 if scale is None else scale.numel() // hidden_size
     rows_per_sample = x.numel() // hidden_size // num_samples
-    input_bytes = grad_bytes + x.element_size() + (0 if gate is None else gate.element_size())
-    launch = choose_launch(hidden_size // num_groups, input_bytes, backend.shared_memory(x.device))
+    input_bytes = sum(each.element_size() for each in (x, gate, other) if each is not None)
+    launch = choose_launch(hidden_size // num_groups, input_bytes, backend.hardware(x.device).ahead_bytes)
     rows = backend.as_rows(x, hidden_size)
     gate_rows = None if gate is None else backend.as_rows(gate, hidden_size)
     arguments = {
@@ -106,7 +106,7 @@ def _sliced_norm_forward(
     y, rstd = _allocate(x, gate, weight, scale, shift, *options)
     if y.numel():
         num_groups, eps, *_, casting = options
-        num_samples, num_parts, arguments = _shared_arguments(x, gate, weight, scale, 0, *options)
+        num_samples, num_parts, arguments = _shared_arguments(x, gate, weight, scale, shift, *options)
         forward_kernel.launch(
             num_samples * num_groups * num_parts,
             shift_ptr=None if shift is None else shift.contiguous(),
@@ -131,9 +131,9 @@ def _sliced_norm_backward(grad_y: Tensor, x: Tensor, *others: Any) -> list[Tenso
     if x.numel() == 0:
         return [gradient.zero_() for gradient in gradients]
     grad_x, grad_gate, grad_weight, grad_scale, grad_shift = backend.spread(gradients, needs)
-    num_samples, num_tiles, arguments = _shared_arguments(x, gate, weight, scale, grad_y.element_size(), *options)
+    num_samples, num_tiles, arguments = _shared_arguments(x, gate, weight, scale, grad_y, *options)
     num_slices, offset = num_samples * arguments["num_groups"], arguments["offset"]
-    num_parts = min(num_tiles, max(1, 2 * backend.num_multiprocessors(x.device) // num_slices))
+    num_parts = min(num_tiles, max(1, 2 * backend.hardware(x.device).multiprocessors // num_slices))
     has_sums = grad_weight is not None or grad_scale is not None, grad_shift is not None
     parts = rstd.new_empty((sum(has_sums), num_samples, num_parts, x.shape[-1])) if any(has_sums) else None
     grad_rows = backend.as_rows(grad_y, x.shape[-1])

@@ -26,7 +26,7 @@ CLASSES = 37
 def _blocks_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 32 columns, and fewer programs than rows, so that each takes several."""
 
-    def small(*arguments: int) -> RowLaunch:
+    def small(*arguments: Any) -> RowLaunch:
         return dataclasses.replace(choose_divergence_launch(*arguments), block_size=32, num_warps=2, max_programs=2)
 
     monkeypatch.setattr(kernels, "choose_divergence_launch", small)

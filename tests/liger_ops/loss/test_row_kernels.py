@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops.backend import RowLaunch
+from liger_ops.backend import Hardware, RowLaunch
 from liger_ops.log_probs.scores import DIFFERENTIABLE, scores_reference
 from liger_ops.loss import launch as launch_module
 from liger_ops.loss.launch import (
@@ -48,10 +48,10 @@ SIZES = st.sampled_from([1, 2, 31, 32, 33, 64, 75, 128])
 def device(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where kernels are launched with small blocks and few programs."""
 
-    def whole_row(*arguments: int) -> RowLaunch:
+    def whole_row(*arguments: Any) -> RowLaunch:
         return dataclasses.replace(choose_whole_row_launch(*arguments), max_programs=PROGRAMS)
 
-    def blocks(*arguments: int) -> RowLaunch:
+    def blocks(*arguments: Any) -> RowLaunch:
         launch = choose_block_launch(*arguments)
         return dataclasses.replace(launch, block_size=BLOCK, num_warps=2, max_programs=PROGRAMS)
 
@@ -304,10 +304,12 @@ def test_logits_that_say_nothing_show_in_their_rows_unless_ignored(
 
 
 @pytest.mark.parametrize("vocab_size", [1, 123, 128, 4096, 4097, 32768, 50257, 262144, 2**20])
-def test_launches_fit_rows_and_kernels(vocab_size: int) -> None:
+@pytest.mark.parametrize(("threads", "cache_bytes"), [(2048, 50 * 2**20), (1536, 6 * 2**20)])
+def test_launches_fit_rows_and_kernels(vocab_size: int, threads: int, cache_bytes: int) -> None:
     row_size = min(vocab_size, launch_module.MAX_ROW_IN_REGISTERS // 2)
-    whole_row = choose_whole_row_launch(row_size, 132, 2 * row_size, 80 * 1024)
-    blockwise = choose_block_launch(vocab_size, 132, 2, 80 * 1024)
+    hardware = Hardware(132, threads, 96 * 1024, cache_bytes)
+    whole_row = choose_whole_row_launch(row_size, hardware, 2 * row_size)
+    blockwise = choose_block_launch(vocab_size, hardware, 2)
     gradient = choose_gradient_launch(vocab_size)
     for launch in (whole_row, blockwise, gradient):
         assert launch.block_size.bit_count() == launch.num_warps.bit_count() == 1  # powers of two
@@ -318,3 +320,7 @@ def test_launches_fit_rows_and_kernels(vocab_size: int) -> None:
     assert (whole_row.num_stages - 1) * 2 * row_size <= 80 * 1024 or row_size <= 8192  # rows loaded ahead fit
     assert 2 * (blockwise.num_stages - 1) * 2 * blockwise.block_size <= 80 * 1024  # of two programs
     assert gradient.num_programs(1000) == 1000  # each program takes one
+    for launch in (whole_row, blockwise):  # all programs run at once
+        assert launch.max_programs * launch.num_warps * 32 <= 132 * threads
+    if blockwise.num_stages > 1:
+        assert blockwise.max_programs * vocab_size * 2 <= 0.72 * cache_bytes

@@ -19,7 +19,8 @@ def small_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for each of few programs."""
     monkeypatch.setattr(scale_gradient, "_BLOCK_SIZE", BLOCK)
     monkeypatch.setattr(scale_gradient, "_PROGRAMS_PER_MULTIPROCESSOR", 1)
-    monkeypatch.setattr(backend, "num_multiprocessors", lambda device: 2)
+    few_programs = backend.hardware(torch.device("cpu"))
+    monkeypatch.setattr(backend, "hardware", lambda device: few_programs)
 
 
 def rounded_product(gradient: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
