@@ -84,6 +84,7 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
     @override
     def _rows(self, items: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, np.ndarray]]:
         encoder, names = Encoder(tokenizer, self.chat_template_kwargs), None
+        lengths = self._collator("validation").sequence_lengths  # of a question all choices
         for record in items:
             for example in self._encode(record.renamed(self.columns), encoder):
                 names = names or example.keys()
@@ -91,7 +92,12 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
                     which = f"{'lacks' if differing[0] in names else 'has'} the values of {differing[0]!r}"
                     problem = "all records must have the same optional fields, and this one"
                     raise record.error(f"{problem} {which}, unlike those before it")
-                yield example
+                yield {**example, "sequence_lengths": ids(lengths(example))}
+
+    @override
+    def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        lists = rows.select_columns("sequence_lengths").with_format("arrow")[:].column(0).combine_chunks()
+        return lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
 
     @override
     def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:

@@ -74,5 +74,12 @@ class MultipleChoiceDataModule(ExamplesDataModule):
         }
 
     @override
+    def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        lengths, counts = super()._lengths(split, rows)
+        if split == "validation":
+            return lengths, counts
+        return lengths[counts.cumsum() - counts + rows["answer"][:]], np.ones_like(counts)
+
+    @override
     def _collator(self, split: Split) -> MultipleChoiceCollator:
         return MultipleChoiceCollator(self.layout, all_choices=split == "validation")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_bool, check_integer, check_text
+from liger_ops.arguments import check_bool, check_choice, check_integer, check_text
 from lightning_liger.data.module import Split, TokenizedDataModule, num_held_out
 from lightning_liger.data.sources import TEXT_SUFFIXES, files_at, python_library_files, read_documents
-from lightning_liger.data.tokenizer import token_blocks
+from lightning_liger.data.tokenizer import packed_documents, token_blocks
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,19 @@ class TextDataModule(TokenizedDataModule):
         text_field: The key of the text in the lines of a .jsonl file.
         separate_documents: Whether batches also have ``position_ids``, ``[batch_size, block_size]`` in int64, that
             restart in each document: then attention does not cross documents, and last tokens predict nothing.
+        packing_strategy: "wrapped" makes rows of documents end to end. "bfd_split" packs documents by best-fit
+            decreasing, so that only those longer than a row are cut, and separates them; the few tokens that remain
+            in rows are end-of-sequence tokens, which neither learn nor are learned.
         max_documents: The maximum number of documents to read from ``path``. By default all.
     """
 
-    _settings_of_tokens = (*TokenizedDataModule._settings_of_tokens, "text_field", "block_size", "max_documents")
+    _settings_of_tokens = (
+        *TokenizedDataModule._settings_of_tokens,
+        "text_field",
+        "block_size",
+        "max_documents",
+        "packing_strategy",
+    )
 
     def __init__(
         self,
@@ -65,6 +74,7 @@ class TextDataModule(TokenizedDataModule):
         block_size: int = 1024,
         text_field: str = "text",
         separate_documents: bool = False,
+        packing_strategy: Literal["wrapped", "bfd_split"] = "wrapped",
         max_documents: int | None = None,
         **settings: Any,
     ) -> None:
@@ -72,9 +82,11 @@ class TextDataModule(TokenizedDataModule):
         check_integer("data.block_size", block_size, at_least=2)  # a token and the next one
         check_text("data.text_field", text_field)
         check_bool("data.separate_documents", separate_documents)
+        check_choice("data.packing_strategy", packing_strategy, ("wrapped", "bfd_split"))
         check_integer("data.max_documents", max_documents, at_least=1, at_most=sys.maxsize, optional=True)
         self.block_size, self.text_field = block_size, text_field
         self.separate_documents, self.max_documents = separate_documents, max_documents
+        self.packing_strategy: Literal["wrapped", "bfd_split"] = packing_strategy
         self._rows_name = f"rows of data.block_size={block_size} tokens"
 
     @override
@@ -104,8 +116,10 @@ class TextDataModule(TokenizedDataModule):
 
     @override
     def _rows(self, items: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        return token_blocks(items, tokenizer, self.block_size)
+        rows = token_blocks if self.packing_strategy == "wrapped" else packed_documents
+        return rows(items, tokenizer, self.block_size)
 
     @override
     def _collator(self, split: Split) -> _Blocks:
-        return _Blocks(self._after_setup(self.text_tokenizer).eos_token_id if self.separate_documents else None)
+        is_separate = self.separate_documents or self.packing_strategy == "bfd_split"
+        return _Blocks(self._after_setup(self.text_tokenizer).eos_token_id if is_separate else None)

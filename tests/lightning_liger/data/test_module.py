@@ -138,7 +138,13 @@ def test_second_run_reads_the_cache(tokenized, monkeypatch):
     monkeypatch.setattr(examples, "read_records", lambda *_: pytest.fail("the corpus was read again"))
     settings = {"batch_size": 2, "num_workers": 1, "prompt": "a"}
     if isinstance(first, PreferenceDataModule):
-        settings |= {"max_length": 500, "truncation": "keep_end", "packing": True, "pad_to_multiple_of": 8}
+        settings |= {
+            "max_length": 500,
+            "truncation": "keep_end",
+            "packing": True,
+            "packing_strategy": "bfd",
+            "pad_to_multiple_of": 8,
+        }
     second = ready(tokenized(**settings, path=first.path))
     assert second.cache_folder == first.cache_folder
     key = "prompt_ids" if "packing" in settings else "input_ids"
