@@ -138,9 +138,8 @@ class _Collator:
         """The number of tokens of each sequence that a batch has of an example, before truncation."""
         if "input_ids" in example:
             return [len(example["input_ids"])]
-        lengths = example.get("completion_lengths")
-        if lengths is None:
-            lengths = [len(example[key]) for key in ("completion_ids", *_CANDIDATES) if key in example]
+        lengths = [len(example[key]) for key in ("completion_ids", *_CANDIDATES) if key in example]
+        lengths = example.get("completion_lengths", lengths)
         return [len(example["prompt_ids"]) + int(length) for length in lengths]
 
 

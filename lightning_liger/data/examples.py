@@ -96,6 +96,7 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
 
     @override
     def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        rows = getattr(rows, "rows", rows)  # without those that mismatched pairs add
         lists = rows.select_columns("sequence_lengths").with_format("arrow")[:].column(0).combine_chunks()
         return lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
 

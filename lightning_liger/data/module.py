@@ -78,8 +78,6 @@ class BatchesDataModule(L.LightningDataModule):
     """Of the files that are read."""
     _rows_name = "rows"
     """The rows as messages name them."""
-    _unit: str | None = None
-    """What batches count, if it is not these rows."""
     text_tokenizer: PreTrainedTokenizerBase | None = None
     """The tokenizer, after ``setup``."""
 
@@ -144,11 +142,12 @@ class BatchesDataModule(L.LightningDataModule):
         """Training rows in an order of ``seed`` and the epoch; raises ValueError unless each process gets a batch."""
         rows = self._after_setup(self.train_data)
         sampler = self._sampler(rows)
-        num_rows, needed = len(sampler.dataset), self.batch_size * sampler.num_replicas
-        if num_rows < needed:
+        num_rows, num_shards = len(sampler.dataset), sampler.num_replicas
+        if num_rows < (needed := self.batch_size * num_shards):
+            name = self._rows_name if num_rows == len(rows) else "packed rows"
             raise ValueError(
-                f"{self._corpus()} has {num_rows} train {self._unit or self._rows_name}, but {needed} are needed: one"
-                f" batch of data.batch_size={self.batch_size} for each of {sampler.num_replicas} processes."
+                f"{self._corpus()} has {num_rows} train {name}, but {needed} are needed: one batch of"
+                f" data.batch_size={self.batch_size} for each of {num_shards} processes."
             )
         return resumable(self._dataloader("train", rows, sampler=sampler, drop_last=True))
 
@@ -195,15 +194,12 @@ class SequencesDataModule(BatchesDataModule):
     Args:
         max_length: The maximum number of tokens of a sequence. None keeps all.
         truncation: Which tokens of longer sequences stay: "keep_start" or "keep_end".
-        packing: Whether ``batch_size`` counts rows of ``max_length`` tokens (for each sequence of an example: a pair
-            has two), into which examples are packed without padding. Otherwise it counts examples. Implies
-            ``padding_free``.
-        packing_strategy: "bfd", best-fit decreasing, in training anew in each epoch. None is the same with a warning,
-            as ``packing`` was the name of ``padding_free`` before.
+        packing: Whether examples are packed into rows of ``max_length`` tokens (for each sequence of an example: a pair
+            has two), which ``batch_size`` counts; without padding, as with ``padding_free``.
+        packing_strategy: "bfd", best-fit decreasing. None is the same with a warning: ``padding_free`` was ``packing``.
         padding_free: Whether the sequences of a batch are concatenated into one row without padding. Attention
             separates them by position_ids or cu_seq_lens.
-        train_sampling_strategy: The order in training: "random", or "group_by_length", in which examples or packed
-            rows of a step have about the same length.
+        train_sampling_strategy: "random", or "group_by_length": examples or rows of a step have about one length.
         balance_ranks: What ranks get about equally much of in each training step: "tokens", or "squared_lengths", to
             which the time of attention is proportional. None deals examples or rows at random.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
@@ -227,37 +223,27 @@ class SequencesDataModule(BatchesDataModule):
         super().__init__(**settings)
         check_bool("data.packing", packing)
         check_choice("data.packing_strategy", packing_strategy, ("bfd", None))
-        check_bool("data.padding_free", padding_free)
         check_choice("data.train_sampling_strategy", train_sampling_strategy, ("random", "group_by_length"))
         check_choice("data.balance_ranks", balance_ranks, ("tokens", "squared_lengths", None))
         self._layout = Layout(0, max_length, truncation, pad_to_multiple_of, packing or padding_free)
         if packing and max_length is None:
             raise wrong_value("data.max_length", "an integer with data.packing, the tokens of a row", max_length)
         if packing and packing_strategy is None:
-            changed = "packs into rows of data.max_length tokens, which data.batch_size counts, and was padding_free"
-            warnings.warn(
-                f"data.packing {changed} before. Set data.padding_free for that, or data.packing_strategy='bfd'.",
-                FutureWarning,
-                stacklevel=2,
-            )
+            now = "data.packing makes rows of data.max_length tokens now, and data.batch_size counts them"
+            warnings.warn(f"{now}: set data.packing_strategy='bfd', or data.padding_free", FutureWarning, stacklevel=2)
         self.packing, self.train_sampling_strategy, self.balance_ranks = packing, train_sampling_strategy, balance_ranks
-        self._unit = "packed rows" if packing else None
 
     def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of all sequences of these examples before truncation, and how many sequences each example has."""
         raise NotImplementedError
 
-    def _sizes(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray, int | None]:
+    def _sizes(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray, int]:
         """Tokens of each example, the sum of its squared lengths, and the capacity of packed rows."""
         lengths, counts = self._lengths(split, rows)
-        limit = self._layout.max_length
-        if not self.packing or limit is None:
-            return *measured(lengths, counts, limit), None
-        if num_cut := int((lengths > limit).sum()):
-            rank_zero_warn(
-                f"{num_cut} of {len(lengths)} {split} sequences of {self._corpus(split)} are longer than"
-                f" data.max_length={limit} tokens and are truncated ({self._layout.truncation})."
-            )
+        limit = self._layout.max_length or 2**31  # more than any has
+        if self.packing and (num_cut := int((lengths > limit).sum())):
+            cut = f"{num_cut} of {len(lengths)} {split} sequences of {self._corpus(split)} are truncated"
+            rank_zero_warn(f"{cut} to data.max_length={limit} tokens ({self._layout.truncation}).")
         return *measured(lengths, counts, limit), limit * int(counts.max())
 
     @override
@@ -268,7 +254,7 @@ class SequencesDataModule(BatchesDataModule):
             return super()._sampler(rows)
         tokens, squares, capacity = self._sizes("train", rows)
         costs = {None: None, "tokens": tokens, "squared_lengths": squares}[balance]
-        options = {"capacity": capacity, "group_by_length": is_grouped, "seed": self.seed}
+        options = {"capacity": capacity if self.packing else None, "group_by_length": is_grouped, "seed": self.seed}
         return LengthSampler(tokens, costs, self.batch_size, **options, **shard)
 
     @override

@@ -76,9 +76,8 @@ class MultipleChoiceDataModule(ExamplesDataModule):
     @override
     def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
         lengths, counts = super()._lengths(split, rows)
-        if split == "validation":
-            return lengths, counts
-        return lengths[counts.cumsum() - counts + rows["answer"][:]], np.ones_like(counts)
+        right = lengths[counts.cumsum() - counts + rows["answer"][:]], np.ones_like(counts)
+        return right if split == "train" else (lengths, counts)
 
     @override
     def _collator(self, split: Split) -> MultipleChoiceCollator:

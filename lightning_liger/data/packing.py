@@ -6,21 +6,18 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from liger_ops.arguments import check_integer, wrong_type, wrong_value
 from lightning_liger.data.collate import Batch, Example, Layout
 
-_GROUPED_STEPS = 50  # as many as transformers' LengthGroupedSampler sorts together
-
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The row of each item, ``[num_items]``: the longest first, each in the fullest row of ``capacity`` that it fits.
 
-    Items of one length that meet rows with equally much left are placed at once: after the sort, a step takes the time
-    of one array operation, and there are far fewer steps than items. Raises ValueError for items that fit no row.
+    After the sort, items of one length that meet rows with equally much left are placed at once, by array operations.
+    Raises ValueError for items that fit no row.
     """
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= capacity:
         raise wrong_value("lengths", f"from 1 to {capacity}", f"{lengths.min()} to {lengths.max()}")
@@ -55,25 +52,18 @@ def rows_of(row_of: np.ndarray) -> list[np.ndarray]:
     return np.split(np.argsort(row_of, kind="stable"), np.bincount(row_of).cumsum()[:-1])
 
 
-def measured(lengths: np.ndarray, counts: np.ndarray, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each example after truncation, and the sums of their sequences' squared lengths, ``[num_examples]``.
-
-    ``lengths`` are those of all sequences, of which each example has ``counts``.
-    """
-    kept = lengths if max_length is None else np.minimum(lengths, max_length)
-    owner, total = np.repeat(np.arange(len(counts)), counts), len(counts)
-    found = (np.bincount(owner, kept.astype(np.float64) ** power, total).astype(np.int64) for power in (1, 2))
-    return next(found), next(found)
+def measured(lengths: np.ndarray, counts: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each example, ``[num_examples]``, and sums of squares, of the ``counts`` lengths of its sequences."""
+    kept = np.minimum(lengths, max_length, dtype=np.int64)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return np.bincount(owner, kept).astype(np.int64), np.bincount(owner, kept**2)
 
 
-def _dealt(costs: np.ndarray, batch_size: int, num_ranks: int, balanced: bool, steps: np.ndarray) -> np.ndarray:
-    """The rows of each step, ``[num_steps, batch_size, num_ranks]``, from ``[num_steps, batch_size * num_ranks]``."""
-    if not balanced or num_ranks == 1:
-        return steps.reshape(-1, batch_size, num_ranks)
-    largest_first = np.argsort(-costs[steps], axis=1, kind="stable")
-    dealt = np.take_along_axis(steps, largest_first, axis=1).reshape(-1, batch_size, num_ranks)
-    totals = np.zeros((len(steps), num_ranks))
-    for place in range(batch_size):  # the largest row that is left to the rank that has least
+def _balanced(costs: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The rows of each step, ``[num_steps, batch_size, num_ranks]``, dealt so that their costs are even over ranks."""
+    flat, totals = steps.reshape(-1, steps.shape[1] * steps.shape[2]), np.zeros((len(steps), steps.shape[2]))
+    dealt = np.take_along_axis(flat, np.argsort(-costs[flat], axis=1, kind="stable"), axis=1).reshape(steps.shape)
+    for place in range(steps.shape[1]):  # the largest row that is left to the rank that has least
         ranks = np.argsort(totals, axis=1, kind="stable")
         np.put_along_axis(dealt[:, place], ranks, dealt[:, place].copy(), axis=1)
         totals += costs[dealt[:, place]]
@@ -83,18 +73,9 @@ def _dealt(costs: np.ndarray, batch_size: int, num_ranks: int, balanced: bool, s
 class LengthSampler(DistributedSampler[Any]):
     """Places of examples for one rank in an order of ``seed`` and the epoch; of packed rows tuples of places.
 
-    All ranks get different rows, and equally many batches. Rows that do not fill a batch of each rank are left out,
-    others in each epoch.
-
-    Args:
-        lengths: Tokens of each example, ``[num_examples]``.
-        costs: What is balanced over the ranks in each step, ``[num_examples]``; None deals rows at random.
-        batch_size: Rows per batch of a rank.
-        capacity: Tokens of a row into which examples are packed, anew in each epoch; None makes each example a row.
-        group_by_length: Whether the rows of a step have about the same length.
-        num_replicas: The number of ranks.
-        rank: This one.
-        seed: Of the order.
+    Ranks get different rows, in equally many batches. Rows that fill no step are left out, others in each epoch.
+    ``lengths`` and ``costs`` are ``[num_examples]``: the tokens of each, and what ranks get equally much of in a step.
+    A ``capacity`` is that of rows into which examples are packed. ``options`` are those of DistributedSampler.
     """
 
     def __init__(
@@ -105,41 +86,38 @@ class LengthSampler(DistributedSampler[Any]):
         *,
         capacity: int | None = None,
         group_by_length: bool = False,
-        num_replicas: int = 1,
-        rank: int = 0,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        # Rows of an epoch have the lengths of those of another one: examples of equal length change places.
+        # The same in all epochs: only examples of equal length change places.
         num_rows = len(lengths) if capacity is None else int(best_fit_decreasing(lengths, capacity).max()) + 1
-        super().__init__(range(num_rows), num_replicas, rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
-        self.num_rows, self.lengths, self.costs, self.batch_size = num_rows, lengths, costs, batch_size
-        self.capacity, self.group_by_length = capacity, group_by_length
-        self.num_steps = num_rows // (batch_size * num_replicas)
-        self.num_samples = self.num_steps * batch_size
+        super().__init__(range(num_rows), **options, drop_last=True)  # type: ignore[arg-type]
+        self.lengths, self.costs, self.capacity, self.group_by_length = lengths, costs, capacity, group_by_length
+        self.shape = num_rows // (batch_size * self.num_replicas), batch_size, self.num_replicas
+        self.num_samples = self.shape[0] * batch_size
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator).numpy()
+        random = np.random.default_rng((self.seed, self.epoch))
+        order = random.permutation(len(self.lengths))
         row_of = np.arange(len(order))
         if self.capacity is not None:
-            packed = best_fit_decreasing(self.lengths[order], self.capacity)
-            row_of = torch.randperm(self.num_rows, generator=generator).numpy()[packed]
-        per_step = self.batch_size * self.num_replicas
-        steps = np.arange(self.num_steps * per_step)
+            row_of = best_fit_decreasing(self.lengths[order], self.capacity)
+            row_of = random.permutation(row_of.max() + 1)[row_of]
+        num_steps, batch_size, num_ranks = self.shape
+        steps = np.arange(num_steps * batch_size * num_ranks)
         if self.group_by_length:
-            window = max(1, min(self.num_steps // 4, _GROUPED_STEPS)) * per_step
+            window = max(1, min(num_steps // 4, 50)) * batch_size * num_ranks  # as transformers' LengthGroupedSampler
             sizes = np.bincount(row_of, self.lengths[order])
-            steps = np.lexsort((-sizes[steps], steps // window)).reshape(-1, per_step)
-            steps = steps[torch.randperm(self.num_steps, generator=generator).numpy()]
-        costs = np.bincount(row_of, None if self.costs is None else self.costs[order])
-        steps = steps.reshape(-1, per_step)
-        mine = _dealt(costs, self.batch_size, self.num_replicas, self.costs is not None, steps)[:, :, self.rank]
+            steps = random.permutation(np.lexsort((-sizes[steps], steps // window)).reshape(num_steps, -1))
+        steps = steps.reshape(self.shape)
+        if self.costs is not None:
+            steps = _balanced(np.bincount(row_of, self.costs[order]), steps)
+        mine = steps[:, :, self.rank].ravel()
         if self.capacity is None:
-            yield from order[mine.ravel()].tolist()
-            return
-        rows = rows_of(row_of)
-        yield from (tuple(order[rows[row]].tolist()) for row in mine.ravel())
+            yield from order[mine].tolist()
+        else:
+            rows = rows_of(row_of)
+            yield from (tuple(order[rows[row]].tolist()) for row in mine)
 
 
 class PackedExamples(Dataset[Any]):
@@ -151,9 +129,6 @@ class PackedExamples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, row: int | Sequence[int]) -> list[Example]:
-        return self.__getitems__([row])
-
     def __getitems__(self, rows: Sequence[int | Sequence[int]]) -> list[Example]:
         places = np.concatenate([np.atleast_1d(row) for row in rows]).tolist()
         fetch = getattr(self.data, "__getitems__", None)
@@ -163,13 +138,12 @@ class PackedExamples(Dataset[Any]):
 class PackedStream(IterableDataset[Batch]):
     """Batches of packed rows of a stream of examples, for a ``DataLoader(..., batch_size=None)``.
 
-    Best-fit decreasing packs as many examples as are in the buffer. Rows of a step are dealt out so that ranks get
-    about as many tokens; each rank reads the whole stream. Examples of the least full rows, which fill no step, stay in
-    the buffer, and those that fill none at the end are left out. A loader that resumes reads the stream again.
+    Each rank reads and packs the whole stream, and gets about as many tokens as others in a step. Examples of the least
+    full rows, which fill no step, stay in the buffer, and are left out at the end. A loader that resumes reads the
+    stream from its beginning.
 
     Args:
-        examples: What is iterated over in each epoch, such as a ``datasets.IterableDataset``: examples as ``collator``
-            takes them.
+        examples: The examples of ``collator``, iterated over in each epoch, such as a ``datasets.IterableDataset``.
         collator: A collator of :mod:`lightning_liger.data` with ``Layout(max_length=..., padding_free=True)``.
         batch_size: Rows of ``max_length`` tokens (for each sequence of an example) per batch of a rank.
         buffer_size: How many examples are read before they are packed.
@@ -179,7 +153,7 @@ class PackedStream(IterableDataset[Batch]):
 
     Raises:
         RuntimeError: With more than one worker process, which would repeat or lose examples.
-        TypeError: For an argument of a wrong type.
+        TypeError: For an argument of a wrong type, such as an iterator, which ends with the first epoch.
         ValueError: For an argument out of its range, and a layout that pads or has no ``max_length``.
     """
 
@@ -198,31 +172,28 @@ class PackedStream(IterableDataset[Batch]):
             raise wrong_type("examples", "an iterable that can be iterated over again", examples)
         layout = getattr(collator, "layout", None)
         if not isinstance(layout, Layout) or not layout.padding_free or layout.max_length is None:
-            expected = "a collator with Layout(max_length=..., padding_free=True)"
-            raise wrong_type("collator", expected, collator)
-        for name, value, least in (("batch_size", batch_size, 1), ("buffer_size", buffer_size, 1), ("seed", seed, 0)):
-            check_integer(name, value, at_least=least)
-        check_integer("num_replicas", num_replicas, at_least=1)
+            raise wrong_value("collator", "one with Layout(max_length=..., padding_free=True)", collator)
+        for name, value in {"batch_size": batch_size, "buffer_size": buffer_size, "num_replicas": num_replicas}.items():
+            check_integer(name, value, at_least=1)
         check_integer("rank", rank, at_least=0, at_most=num_replicas - 1)
-        self.examples, self.collator, self.batch_size, self.buffer_size = examples, collator, batch_size, buffer_size
-        self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
+        check_integer("seed", seed, at_least=0)
+        self.examples, self.collator, self.max_length = examples, collator, layout.max_length
+        self.shape, self.buffer_size, self.rank, self.seed = (-1, batch_size, num_replicas), buffer_size, rank, seed
 
     def __iter__(self) -> Iterator[Batch]:
-        workers = get_worker_info()
-        if workers is not None and workers.num_workers > 1:
+        if (workers := get_worker_info()) is not None and workers.num_workers > 1:
             raise RuntimeError(f"num_workers must be at most 1 for a PackedStream, got {workers.num_workers}")
         random, stream, buffer = np.random.default_rng(self.seed), iter(self.examples), list[Example]()
-        per_step = self.batch_size * self.num_replicas
         while new := [*islice(stream, self.buffer_size)]:
             buffer += new
             lengths = [self.collator.sequence_lengths(each) for each in buffer]
             counts = np.array([*map(len, lengths)])
-            tokens, _ = measured(np.concatenate(lengths), counts, self.collator.layout.max_length)
-            row_of = best_fit_decreasing(tokens, int(self.collator.layout.max_length * counts.max()))
+            tokens, _ = measured(np.concatenate(lengths), counts, self.max_length)
+            row_of = best_fit_decreasing(tokens, self.max_length * int(counts.max()))
             costs, rows = np.bincount(row_of, tokens), rows_of(row_of)
             fullest = np.argsort(-costs, kind="stable")
-            num_dealt = len(costs) // per_step * per_step
-            steps = random.permutation(fullest[:num_dealt]).reshape(-1, per_step)
-            for batch in _dealt(costs, self.batch_size, self.num_replicas, True, steps)[:, :, self.rank]:
+            num_dealt = len(rows) - len(rows) % (self.shape[1] * self.shape[2])
+            steps = _balanced(costs, random.permutation(fullest[:num_dealt]).reshape(self.shape))
+            for batch in steps[:, :, self.rank]:
                 yield self.collator([buffer[place] for row in batch for place in rows[row]])
             buffer = [buffer[place] for row in fullest[num_dealt:] for place in rows[row]]

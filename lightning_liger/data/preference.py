@@ -123,10 +123,6 @@ class UnpairedFeedbackDataModule(ExamplesDataModule):
         rows = super()._usable(split, rows)
         return _MismatchedExamples(rows, self.seed) if self.with_kl else rows
 
-    @override
-    def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-        return super()._lengths(split, rows.rows if self.with_kl else rows)
-
 
 class _MismatchedExamples(Dataset[dict[str, Any]]):
     """Examples with ``KL_completion_ids``, the completion of another prompt; none where most have one prompt."""

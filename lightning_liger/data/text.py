@@ -53,9 +53,8 @@ class TextDataModule(TokenizedDataModule):
         text_field: The key of the text in the lines of a .jsonl file.
         separate_documents: Whether batches also have ``position_ids``, ``[batch_size, block_size]`` in int64, that
             restart in each document: then attention does not cross documents, and last tokens predict nothing.
-        packing_strategy: "wrapped" makes rows of documents end to end. "bfd_split" packs documents by best-fit
-            decreasing, so that only those longer than a row are cut, and separates them; the few tokens that remain
-            in rows are end-of-sequence tokens, which neither learn nor are learned.
+        packing_strategy: "wrapped" cuts documents where rows end. "bfd_split" packs them, separated, by best-fit
+            decreasing, and cuts those longer than a row only; end-of-sequence tokens, unlearned, fill rows up.
         max_documents: The maximum number of documents to read from ``path``. By default all.
     """
 
@@ -85,8 +84,9 @@ class TextDataModule(TokenizedDataModule):
         check_choice("data.packing_strategy", packing_strategy, ("wrapped", "bfd_split"))
         check_integer("data.max_documents", max_documents, at_least=1, at_most=sys.maxsize, optional=True)
         self.block_size, self.text_field = block_size, text_field
-        self.separate_documents, self.max_documents = separate_documents, max_documents
-        self.packing_strategy: Literal["wrapped", "bfd_split"] = packing_strategy
+        self.separate_documents = separate_documents or packing_strategy == "bfd_split"
+        self.max_documents = max_documents
+        self.packing_strategy = packing_strategy
         self._rows_name = f"rows of data.block_size={block_size} tokens"
 
     @override
@@ -121,5 +121,4 @@ class TextDataModule(TokenizedDataModule):
 
     @override
     def _collator(self, split: Split) -> _Blocks:
-        is_separate = self.separate_documents or self.packing_strategy == "bfd_split"
-        return _Blocks(self._after_setup(self.text_tokenizer).eos_token_id if is_separate else None)
+        return _Blocks(self._after_setup(self.text_tokenizer).eos_token_id if self.separate_documents else None)

@@ -128,10 +128,7 @@ def token_blocks(
 def packed_documents(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Rows as those of :func:`token_blocks`, packed: what fits a row of a document is in one row, no other is cut.
-
-    End-of-sequence tokens, documents of one token, fill the rows up.
-    """
+    """Rows as those of :func:`token_blocks`, of which only longer documents are cut; end-of-sequence tokens fill up."""
     ids: list[int] = []
     pieces: list[np.ndarray] = []
     for batch in chain(_encoded(documents, tokenizer), [[]]):
@@ -142,10 +139,10 @@ def packed_documents(
                 ids = ids[block_size:]
         if pieces and (len(pieces) >= _PACKED_PIECES or not batch):
             for row in rows_of(best_fit_decreasing(np.array([*map(len, pieces)]), block_size)):
-                found = np.full(block_size, tokenizer.eos_token_id, dtype=np.int32)
                 packed = np.concatenate([pieces[place] for place in row])
-                found[: len(packed)] = packed
-                yield {"input_ids": found}
+                yield {
+                    "input_ids": np.pad(packed, (0, block_size - len(packed)), constant_values=tokenizer.eos_token_id)
+                }
             pieces = []
 
 
@@ -171,7 +168,7 @@ def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> It
         # A document that contains the text of a special token is encoded as ordinary characters.
         encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
         parts = zip(encoded["input_ids"], ends, strict=True)
-        yield [([*part, tokenizer.eos_token_id] if is_last else part, is_last) for part, is_last in parts]
+        yield [(part + [tokenizer.eos_token_id] * is_last, is_last) for part, is_last in parts]
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:
