@@ -163,7 +163,12 @@ def test_cache_is_keyed_by_all_that_changes_the_tokens(tmp_path):
     shared += [{"tokenizer": None, "vocab_size": 300}]
     record_changes = [{"chat_template": template}, {"chat_template_kwargs": {"a": 1}}, {"max_records": 40}]
     own = {
-        TextDataModule: [{"max_documents": 50}, {"text_field": "t"}, {"block_size": 8}],
+        TextDataModule: [
+            {"max_documents": 50},
+            {"text_field": "t"},
+            {"block_size": 8},
+            {"packing_strategy": "bfd_split"},
+        ],
         PreferenceDataModule: [*record_changes, {"columns": {"chosen": "rejected", "rejected": "chosen"}}],
         UnpairedFeedbackDataModule: [],
         PromptCompletionDataModule: [{"completion_only": False}, {"teacher_tokenizer": TOKENIZER}],
