@@ -179,8 +179,8 @@ label_smoothing ld_alpha min_lr_ratio ref_model_mixup_alpha top_entropy_quantile
 UNTRIED = """
 leave_one_out_advantages.kl leave_one_out_advantages.reward_clip_range multi_token_loss.targets normalized_shape
 mrope_sections sampled_divergence.options save_medusa_heads.base_model store_teacher_topk.data write_teacher_topk.rows
-PackedStream.examples sparse_divergence.options targets_ahead.position_ids targets_ahead.targets token_loss.labels token_loss.loss
-token_scores.labels topk_log_probs.ids universal_logit_divergence.options
+sparse_divergence.options targets_ahead.position_ids targets_ahead.targets token_loss.labels token_loss.loss
+PackedStream.examples token_scores.labels topk_log_probs.ids universal_logit_divergence.options
 """
 HINTS = Hints(
     least=dict.fromkeys(AT_LEAST_0.split(), 0)

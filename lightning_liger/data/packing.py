@@ -193,7 +193,7 @@ class PackedStream(IterableDataset[Batch]):
             costs, rows = np.bincount(row_of, tokens), rows_of(row_of)
             fullest = np.argsort(-costs, kind="stable")
             num_dealt = len(rows) - len(rows) % (self.shape[1] * self.shape[2])
-            steps = _balanced(costs, random.permutation(fullest[:num_dealt]).reshape(self.shape))
-            for batch in steps[:, :, self.rank]:
+            dealt = random.permutation(fullest[:num_dealt]).reshape(self.shape)
+            for batch in _balanced(costs, dealt)[:, :, self.rank]:
                 yield self.collator([buffer[place] for row in batch for place in rows[row]])
             buffer = [buffer[place] for row in fullest[num_dealt:] for place in rows[row]]

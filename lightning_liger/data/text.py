@@ -85,8 +85,7 @@ class TextDataModule(TokenizedDataModule):
         check_integer("data.max_documents", max_documents, at_least=1, at_most=sys.maxsize, optional=True)
         self.block_size, self.text_field = block_size, text_field
         self.separate_documents = separate_documents or packing_strategy == "bfd_split"
-        self.max_documents = max_documents
-        self.packing_strategy = packing_strategy
+        self.max_documents, self.packing_strategy = max_documents, packing_strategy
         self._rows_name = f"rows of data.block_size={block_size} tokens"
 
     @override

@@ -22,7 +22,6 @@ MAX_TRAINING_BYTES = 12_000_000  # half a minute of text like Chinese: without s
 # At most 8 million characters are tokenized at a time: the encodings take about a hundred times the space of the ids.
 _PIECE_CHARACTERS = 65_536
 _PIECES_PER_BATCH = 128
-_PACKED_PIECES = 10_000
 
 
 def train_bpe_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -137,7 +136,7 @@ def packed_documents(
             while len(ids) > block_size or (ends and ids):
                 pieces.append(np.array(ids[:block_size], dtype=np.int32))
                 ids = ids[block_size:]
-        if pieces and (len(pieces) >= _PACKED_PIECES or not batch):
+        if pieces and (len(pieces) >= 10_000 or not batch):
             for row in rows_of(best_fit_decreasing(np.array([*map(len, pieces)]), block_size)):
                 packed = np.concatenate([pieces[place] for place in row])
                 yield {

@@ -112,6 +112,7 @@ PACKED_ROLLOUTS = {
 TOPK = [[[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 3], [0, 0]]]
 TOPK_LOG_PROBS = [[[0, -1], [-2, -3], [-4, -5]], [[0, -1], [-2, -3], [-np.inf, -np.inf]]]
 KL = {"KL_input_ids": [[1, 13, 13], [2, 11, 0], [3, 12, 12]], "KL_completion_mask": [[0, 1, 1], [0, 1, 0], [0, 1, 1]]}
+FREE = {"padding_free": True}
 KL_PACKED = {"KL_sequence_ids": [[0, 0, 0, 0, 1, 1, 2, 2, 2]], "KL_completion_mask": [[0, 1, 1, 1, 0, 1, 0, 1, 1]]}
 
 
@@ -129,12 +130,7 @@ KL_PACKED = {"KL_sequence_ids": [[0, 0, 0, 0, 1, 1, 2, 2, 2]], "KL_completion_ma
         (RolloutCollator, OF_TOKENS, {}, {"advantages": [[1.0, 0.0], [2.0, 3.0]]}),
         (RolloutCollator, OF_TOKENS, {"max_length": 3}, {"completion_ids": [[3], [4]], "advantages": [[1.0], [2.0]]}),
         (TeacherTopKCollator, TEACHER, {}, {"teacher_topk_ids": TOPK, "teacher_topk_log_probs": TOPK_LOG_PROBS}),
-        (
-            TeacherTopKCollator,
-            TEACHER,
-            {"padding_free": True, "max_length": 2},
-            {"teacher_topk_ids": [TOPK[1][:2] * 2]},
-        ),
+        (TeacherTopKCollator, TEACHER, FREE | {"max_length": 2}, {"teacher_topk_ids": [TOPK[1][:2] * 2]}),
     ],
 )
 def test_batches_have_the_documented_values(cls, examples, layout, expected):

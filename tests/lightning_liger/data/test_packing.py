@@ -122,22 +122,18 @@ def test_ranks_get_different_rows_and_all_but_a_step(lengths, num_replicas, batc
 
 
 def test_tokens_and_squared_lengths_are_even_over_ranks():
-    lengths = long_tailed(20_000)
-    squares = lengths**2
-    spread = {}
-    for name, costs in {"random": None, "tokens": lengths, "squared_lengths": squares}.items():
+    lengths, spread = long_tailed(20_000), {}
+    values = {"tokens": lengths, "squared_lengths": lengths**2}
+    for name, costs in {"random": None, **values}.items():
         ranks = of_ranks(4, lengths, costs=costs, batch_size=4, capacity=4096)
-        for what, values in {"tokens": lengths, "squared_lengths": squares}.items():
-            found = np.stack([tokens(batches, values) for batches in ranks])
-            spread[name, what] = (found.max(0) - found.min(0)) / found.mean(0)
+        for what, each in values.items():
+            found = np.array([tokens(batches, each) for batches in ranks])
+            spread[name, what] = np.ptp(found, axis=0) / found.mean(axis=0)
     assert np.quantile(spread["tokens", "tokens"], 0.99) < 0.01
     assert np.quantile(spread["squared_lengths", "tokens"], 0.99) < 0.03
     assert spread["squared_lengths", "squared_lengths"].mean() < spread["random", "squared_lengths"].mean() / 4
-    whole = of_ranks(2, lengths, costs=lengths, batch_size=8)  # examples, not packed
-    unbalanced = of_ranks(2, lengths, costs=None, batch_size=8)
-    gaps = [
-        np.abs(np.subtract(*(tokens(batches, lengths) for batches in ranks))).mean() for ranks in (whole, unbalanced)
-    ]
+    examples = [of_ranks(2, lengths, costs=costs, batch_size=8) for costs in (lengths, None)]  # not packed
+    gaps = [np.ptp([tokens(batches, lengths) for batches in ranks], axis=0).mean() for ranks in examples]
     assert gaps[0] < gaps[1] / 3
 
 
@@ -167,10 +163,8 @@ def test_packed_batches_hold_the_examples_within_rows(cls, tmp_path):
     for split in ("train", "val"):
         batches, expected = (list(getattr(data, f"{split}_dataloader")()) for data in (packed, plain))
         for prefix in ("", "KL_") if cls is UnpairedFeedbackDataModule else ("",):
-            found, wanted = (
-                [row for batch in each for row in sequences(batch, prefix)] for each in (batches, expected)
-            )
-            assert sorted(found) == sorted(wanted)
+            found, wanted = ([sequences(batch, prefix) for batch in each] for each in (batches, expected))
+            assert sorted(chain(*found)) == sorted(chain(*wanted))
         assert len(batches) < len(expected) / 2
         per_example = max(batch.get("num_sequences", 1) for batch in expected)
         assert max(batch["input_ids"].numel() for batch in batches) <= 512 * per_example
@@ -226,9 +220,9 @@ STREAM = datasets.Dataset.from_list(
 ).to_iterable_dataset()
 
 
-def streamed(rank: int = 0, num_replicas: int = 2, num_workers: int = 0) -> DataLoader[Any]:
+def streamed(rank: int = 0, num_workers: int = 0) -> DataLoader[Any]:
     collator = SupervisedCollator(Layout(0, 512, padding_free=True))
-    stream = PackedStream(STREAM, collator, batch_size=2, buffer_size=200, num_replicas=num_replicas, rank=rank)
+    stream = PackedStream(STREAM, collator, batch_size=2, buffer_size=200, num_replicas=2, rank=rank)
     return resumable(DataLoader(stream, batch_size=None, num_workers=num_workers))
 
 
