@@ -84,7 +84,7 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
     @override
     def _rows(self, items: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, np.ndarray]]:
         encoder, names = Encoder(tokenizer, self.chat_template_kwargs), None
-        lengths = self._collator("validation").sequence_lengths  # of a question all choices
+        collator: Any = self._collator("validation")  # of a question all choices
         for record in items:
             for example in self._encode(record.renamed(self.columns), encoder):
                 names = names or example.keys()
@@ -92,7 +92,7 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
                     which = f"{'lacks' if differing[0] in names else 'has'} the values of {differing[0]!r}"
                     problem = "all records must have the same optional fields, and this one"
                     raise record.error(f"{problem} {which}, unlike those before it")
-                yield {**example, "sequence_lengths": ids(lengths(example))}
+                yield {**example, "sequence_lengths": ids(collator.sequence_lengths(example))}
 
     @override
     def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -248,14 +248,15 @@ class SequencesDataModule(BatchesDataModule):
 
     @override
     def _sampler(self, rows: Any) -> Any:
-        shard, is_grouped = self._shard(), self.train_sampling_strategy == "group_by_length"
+        shard: dict[str, Any] = self._shard()
         balance = self.balance_ranks if shard["num_replicas"] > 1 else None
+        is_grouped = self.train_sampling_strategy == "group_by_length"
         if not (self.packing or is_grouped or balance):
             return super()._sampler(rows)
         tokens, squares, capacity = self._sizes("train", rows)
         costs = {None: None, "tokens": tokens, "squared_lengths": squares}[balance]
-        options = {"capacity": capacity if self.packing else None, "group_by_length": is_grouped, "seed": self.seed}
-        return LengthSampler(tokens, costs, self.batch_size, **options, **shard)
+        packed = capacity if self.packing else None
+        return LengthSampler(tokens, costs, self.batch_size, packed, is_grouped, seed=self.seed, **shard)
 
     @override
     def _dataloader(self, split: Split, rows: Any, **options: Any) -> DataLoader[Any]:

@@ -47,7 +47,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of
 
 
-def rows_of(row_of: np.ndarray) -> list[np.ndarray]:
+def rows_of(row_of: np.ndarray) -> list[Any]:
     """The items of each row, of the row of each item."""
     return np.split(np.argsort(row_of, kind="stable"), np.bincount(row_of).cumsum()[:-1])
 
@@ -83,7 +83,6 @@ class LengthSampler(DistributedSampler[Any]):
         lengths: np.ndarray,
         costs: np.ndarray | None,
         batch_size: int,
-        *,
         capacity: int | None = None,
         group_by_length: bool = False,
         **options: Any,
@@ -104,7 +103,7 @@ class LengthSampler(DistributedSampler[Any]):
             row_of = best_fit_decreasing(self.lengths[order], self.capacity)
             row_of = random.permutation(row_of.max() + 1)[row_of]
         num_steps, batch_size, num_ranks = self.shape
-        steps = np.arange(num_steps * batch_size * num_ranks)
+        steps: np.ndarray = np.arange(num_steps * batch_size * num_ranks)
         if self.group_by_length:
             window = max(1, min(num_steps // 4, 50)) * batch_size * num_ranks  # as transformers' LengthGroupedSampler
             sizes = np.bincount(row_of, self.lengths[order])

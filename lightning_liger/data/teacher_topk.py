@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -261,7 +261,7 @@ class TeacherTopKDataModule(SequencesDataModule):
 
     @override
     def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-        whole, places = (rows.dataset, rows.indices) if isinstance(rows, Subset) else (rows, slice(None))
+        whole, places = (rows.dataset, rows.indices) if hasattr(rows, "indices") else (rows, slice(None))
         lengths = np.concatenate([np.diff(file.offsets) for file in whole.datasets])[places]
         return lengths, np.ones_like(lengths)
 
