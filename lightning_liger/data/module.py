@@ -248,15 +248,14 @@ class SequencesDataModule(BatchesDataModule):
 
     @override
     def _sampler(self, rows: Any) -> Any:
-        shard: dict[str, Any] = self._shard()
+        shard: dict[str, Any] = {"seed": self.seed, **self._shard()}
         balance = self.balance_ranks if shard["num_replicas"] > 1 else None
         is_grouped = self.train_sampling_strategy == "group_by_length"
         if not (self.packing or is_grouped or balance):
             return super()._sampler(rows)
         tokens, squares, capacity = self._sizes("train", rows)
         costs = {None: None, "tokens": tokens, "squared_lengths": squares}[balance]
-        packed = capacity if self.packing else None
-        return LengthSampler(tokens, costs, self.batch_size, packed, is_grouped, seed=self.seed, **shard)
+        return LengthSampler(tokens, costs, self.batch_size, capacity if self.packing else None, is_grouped, **shard)
 
     @override
     def _dataloader(self, split: Split, rows: Any, **options: Any) -> DataLoader[Any]:

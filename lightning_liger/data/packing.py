@@ -191,7 +191,8 @@ class PackedStream(IterableDataset[Batch]):
             row_of = best_fit_decreasing(tokens, self.max_length * int(counts.max()))
             costs, rows = np.bincount(row_of, tokens), rows_of(row_of)
             fullest = np.argsort(-costs, kind="stable")
-            num_dealt = len(rows) - len(rows) % (self.shape[1] * self.shape[2])
+            num_full = len(rows) - (len(new) == self.buffer_size)  # the emptiest row waits for more
+            num_dealt = num_full - num_full % (self.shape[1] * self.shape[2])
             dealt = random.permutation(fullest[:num_dealt]).reshape(self.shape)
             for batch in _balanced(costs, dealt)[:, :, self.rank]:
                 yield self.collator([buffer[place] for row in batch for place in rows[row]])
