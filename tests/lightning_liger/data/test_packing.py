@@ -22,6 +22,7 @@ from lightning_liger.data import (
     TeacherTopKDataModule,
     TextDataModule,
     UnpairedFeedbackDataModule,
+    tokenizer,
 )
 from lightning_liger.data.packing import LengthSampler, best_fit_decreasing
 from lightning_liger.resuming.dataloader import resumable
@@ -261,20 +262,21 @@ def test_packed_loaders_resume_in_the_middle_of_an_epoch(make, num_workers):
         assert [*map(sequences, seen), *found] == whole
 
 
-def test_documents_are_packed_whole_and_longer_ones_fill_rows(tmp_path):
+def test_documents_are_packed_whole_and_longer_ones_fill_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_PIECE_CHARACTERS", 40)  # documents of several pieces
     random = np.random.default_rng(0)
     lines = [{"text": " ".join(random.choice(WORDS, size))} for size in random.lognormal(2, 1, 300).astype(int) + 1]
     options = {"path": write_lines(tmp_path / "a.jsonl", lines), "validation_fraction": 0, "block_size": 32}
     data = ready(build(tmp_path, TextDataModule, **options, packing_strategy="bfd_split", batch_size=1))
-    end, found, num_rows = data.text_tokenizer.eos_token_id, [], 0
-    for batch in data.train_dataloader():
+    end, found, loader = data.text_tokenizer.eos_token_id, [], data.train_dataloader()
+    for batch in loader:
         starts = [*np.flatnonzero(batch["position_ids"][0] == 0), 32]
         found += [tuple(batch["input_ids"][0, a:b].tolist()) for a, b in pairwise(starts)]
-        num_rows += 1
     expected = []
     for line in lines:
-        ids = [*data.text_tokenizer(line["text"])["input_ids"], end]
+        parts = [line["text"][place : place + 40] for place in range(0, len(line["text"]), 40)]
+        ids = [*chain(*data.text_tokenizer(parts)["input_ids"]), end]
         expected += [tuple(ids[start : start + 32]) for start in range(0, len(ids), 32)]
     fill = [piece for piece in found if piece == (end,)]
     assert sorted(piece for piece in found if piece != (end,)) == sorted(piece for piece in expected if piece != (end,))
-    assert len(fill) < 0.02 * num_rows * 32
+    assert len(fill) < 0.02 * len(loader) * 32
