@@ -201,12 +201,10 @@ def test_packed_rows_of_ranks_train_as_a_padded_batch_of_their_examples(make):
     rows = chain.from_iterable(zip(*(data.train_dataloader().sampler for data in ranks), strict=True))
     examples = [ranks[0].train_data[place] for row in [*rows][:6] for place in row]
     padded = SupervisedCollator(Layout(0, 96))(examples)
-    assert len(padded["input_ids"]) > 12
     assert padded["input_ids"].numel() > 1.5 * sum(batch["input_ids"].numel() for batch in batches)
     initial, packed, whole = tiny_llama(vocab_size=320), *(LM(tiny_llama(vocab_size=320)) for _ in range(2))
-    options = {"strategy": "auto", "precision": "64-true"}
-    fit(packed, batches, accumulate_grad_batches=6, **options)
-    fit(whole, [padded], **options)
+    fit(packed, batches, accumulate_grad_batches=6, strategy="auto", precision="64-true")
+    fit(whole, [padded], strategy="auto", precision="64-true")
     assert packed.trainer.global_step == whole.trainer.global_step == 1
     for start, got, want in zip(initial.parameters(), packed.parameters(), whole.parameters(), strict=True):
         gradient = (want - start).detach()
