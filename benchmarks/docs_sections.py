@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -39,6 +40,7 @@ from benchmarks.training.optimizer import HEADER as OPTIMIZER_HEADER
 from benchmarks.training.optimizer import Step
 from benchmarks.training.optimizer import cells as optimizer_cells
 from benchmarks.training.train import baseline
+from lightning_liger.data.packing import LengthSampler
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -421,6 +423,32 @@ def _first_line(cls: type) -> str:
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", line).replace("|", "\\|")
 
 
+def packing() -> str:
+    """Padding, and the tokens of the busiest rank, of batches of long-tailed random lengths."""
+    num_ranks, max_length = 8, 2048
+    lengths = np.random.default_rng(0).lognormal(5.5, 1, 20_000).astype(int).clip(2, max_length)
+    examples: dict[str, Any] = {"batch_size": 8, "costs": lengths}
+    arms: dict[str, tuple[dict[str, Any], bool]] = {
+        "padded, `balance_ranks: null`": (examples | {"costs": None}, True),
+        "padded, `train_sampling_strategy: group_by_length`": (examples | {"group_by_length": True}, True),
+        "`padding_free`, `balance_ranks: null`": (examples | {"costs": None}, False),
+        "`padding_free`": (examples, False),
+        "`packing`": (examples | {"batch_size": 2, "capacity": max_length}, False),
+    }
+    table = []
+    for name, (options, is_padded) in arms.items():
+        samplers = [LengthSampler(lengths, **options, num_replicas=num_ranks, rank=rank) for rank in range(num_ranks)]
+        batches = [[np.atleast_1d(row) for row in sampler] for sampler in samplers]
+        tokens = np.array([[lengths[row].sum() for row in each] for each in batches])
+        tokens = tokens.reshape(num_ranks, -1, options["batch_size"])  # of each row
+        held = tokens.max(-1) * tokens.shape[-1] if is_padded else tokens.sum(-1)
+        room = tokens.size * max_length if "capacity" in options else held.sum()
+        excess = held.max(0) / held.mean(0) - 1
+        cells = (1 - tokens.sum() / room, np.median(excess), np.quantile(excess, 0.99))
+        table.append((name, *(f"{cell:.1%}" for cell in cells)))
+    return _table(("", "padding, or empty in rows", "busiest rank: median step", "99% of steps"), table)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     "README.md: training": ("README.md", training),
     "docs/index.md: training": ("docs/index.md", training),
@@ -434,6 +462,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     },
     **{f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section) for section in (losses, medusa)},
     "docs/inspect.md: estimates": ("docs/inspect.md", estimates),
+    "docs/data.md: packing": ("docs/data.md", packing),
     "docs/how_it_works.md: classes": ("docs/how_it_works.md", classes),
 }
 """Page and writer of each section."""

@@ -9,6 +9,7 @@ and another device and shape than the call's first tensor asks for.
 from __future__ import annotations
 
 import collections.abc
+import dataclasses
 import importlib
 import inspect
 import math
@@ -89,6 +90,8 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 def admits(annotation: Any, value: Any) -> bool:
     """Whether a value is of the annotated type; bools are no numbers, and numbers are finite."""
+    if isinstance(annotation, dataclasses.InitVar):
+        annotation = annotation.type
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any or annotation is inspect.Parameter.empty:
         return True

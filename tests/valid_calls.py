@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_liger import MedusaHeads
+from lightning_liger.data import Layout, SupervisedCollator
 from tests.bad_inputs import Hints
 from tests.lightning_liger.tiny import TINY_CONFIG, tiny_batch, tiny_llama
 
@@ -98,6 +99,10 @@ VALID: dict[str, dict[str, Any]] = {
         f"lightning_liger.Liger{name}": {"config": TINY_CONFIG}
         for name in ("CPO", "CausalLM", "DPO", "Distillation", "GRPO", "KTO", "Medusa", "MultipleChoice", "ORPO", "TPO")
     },
+    "lightning_liger.PackedStream": {
+        "examples": [{"input_ids": [1, 2], "loss_mask": [1, 1]}],
+        "collator": SupervisedCollator(Layout(max_length=8, padding_free=True)),
+    },
     "lightning_liger.MedusaHeads": {"hidden_size": 8, "vocab_size": 5},
     "lightning_liger.TeacherTopKDataModule": {"path": TEACHER},
     "lightning_liger.apply_liger_kernels": {"model": model()},
@@ -176,7 +181,7 @@ UNTRIED = """
 leave_one_out_advantages.kl leave_one_out_advantages.reward_clip_range multi_token_loss.targets normalized_shape
 mrope_sections sampled_divergence.options save_medusa_heads.base_model store_teacher_topk.data write_teacher_topk.rows
 sparse_divergence.options targets_ahead.position_ids targets_ahead.targets token_loss.labels token_loss.loss
-token_scores.labels topk_log_probs.ids universal_logit_divergence.options
+PackedStream.examples token_scores.labels topk_log_probs.ids universal_logit_divergence.options
 """
 HINTS = Hints(
     least=dict.fromkeys(AT_LEAST_0.split(), 0)

@@ -13,6 +13,7 @@ from lightning_liger.data.completions import ConversationDataModule, PromptCompl
 from lightning_liger.data.examples import ExamplesDataModule
 from lightning_liger.data.images import ImageTextCollator, ImageTextDataModule
 from lightning_liger.data.multiple_choice import MultipleChoiceDataModule
+from lightning_liger.data.packing import PackedStream
 from lightning_liger.data.preference import PreferenceDataModule, UnpairedFeedbackDataModule
 from lightning_liger.data.rollouts import RolloutDataModule
 from lightning_liger.data.teacher_topk import TeacherTopKDataModule, tokenizer_hash, write_teacher_topk
@@ -27,6 +28,7 @@ __all__ = [
     "Layout",
     "MultipleChoiceCollator",
     "MultipleChoiceDataModule",
+    "PackedStream",
     "PreferenceCollator",
     "PreferenceDataModule",
     "PromptCompletionDataModule",

@@ -1,8 +1,9 @@
-"""Collators: examples of token ids to the batches of post-training, padded on the right or packed into one row."""
+"""Collators: examples of token ids to the batches of post-training, padded on the right or joined into one row."""
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,6 +20,7 @@ Truncation = Literal["keep_start", "keep_end"]
 TRUNCATIONS = get_args(Truncation)
 _FILL = {"labels": IGNORE_INDEX, "teacher_topk_log_probs": -np.inf}
 """What is not padded with 0."""
+_CANDIDATES = ("chosen_ids", "rejected_ids", "reference_ids")
 
 
 @dataclass(frozen=True)
@@ -30,21 +32,27 @@ class Layout:
         max_length: The maximum number of tokens of a sequence; None for any number.
         truncation: Which tokens of a longer sequence stay: ``"keep_start"`` or ``"keep_end"``.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
-        packing: Whether all sequences of a batch are concatenated into one row.
+        padding_free: Whether all sequences of a batch are concatenated into one row.
+        packing: The former name of ``padding_free``.
     """
 
     pad_token_id: int = 0
     max_length: int | None = None
     truncation: Truncation = "keep_start"
     pad_to_multiple_of: int = 1
-    packing: bool = False
+    padding_free: bool = False
+    packing: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, packing: bool | None) -> None:
+        if packing is not None:
+            warnings.warn("packing of a Layout is named padding_free now", FutureWarning, stacklevel=3)
+            check_bool("packing", packing)
+            object.__setattr__(self, "padding_free", packing)
         check_integer("pad_token_id", self.pad_token_id, at_least=0)
         check_integer("max_length", self.max_length, at_least=2, optional=True)
         check_choice("truncation", self.truncation, TRUNCATIONS)
         check_integer("pad_to_multiple_of", self.pad_to_multiple_of, at_least=1)
-        check_bool("packing", self.packing)
+        check_bool("padding_free", self.padding_free)
 
     def cut(self, sequence: np.ndarray) -> np.ndarray:
         """The tokens of ``sequence`` that stay."""
@@ -55,7 +63,7 @@ class Layout:
     def batch(
         self, columns: Mapping[str, Sequence[Any]], fill: Mapping[str, Any] = _FILL, *, prefix: str = ""
     ) -> Batch:
-        """Truncates the sequences, and pads or packs them.
+        """Truncates the sequences, and pads or concatenates them.
 
         Args:
             columns: By key of the batch, one array of ``[length, ...]`` per sequence; ``input_ids`` is one of them, and
@@ -65,7 +73,7 @@ class Layout:
             prefix: Stands before each key of the result.
 
         Returns:
-            Padded: each column ``[num_sequences, seq_len, ...]`` and ``attention_mask``. Packed: each column
+            Padded: each column ``[num_sequences, seq_len, ...]`` and ``attention_mask``. Padding-free: each column
             ``[1, total, ...]``; ``position_ids`` ``[1, total]``, which start at 0 in each sequence; ``seq_idx``
             ``[1, total]`` in int32, the number of the sequence; ``cu_seq_lens_q`` and ``cu_seq_lens_k``
             ``[num_sequences + 1]`` in int32; ``max_length_q`` and ``max_length_k``, integers. Padding to a multiple
@@ -75,13 +83,13 @@ class Layout:
         cut = {key: [self.cut(np.asarray(each)) for each in column] for key, column in columns.items()}
         lengths = [len(each) for each in cut["input_ids"]]
         total = sum(lengths)
-        if self.packing:
+        if self.padding_free:
             cut = {key: [np.concatenate(column)] for key, column in cut.items()}
         multiple = self.pad_to_multiple_of
-        width = -(-(total if self.packing else max(lengths)) // multiple) * multiple
+        width = -(-(total if self.padding_free else max(lengths)) // multiple) * multiple
         fill = {**fill, "input_ids": self.pad_token_id}
         found: Batch = {key: _pad(column, width, fill.get(key, 0)) for key, column in cut.items()}
-        if not self.packing:
+        if not self.padding_free:
             found["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
             return {prefix + key: value for key, value in found.items()}
         found["position_ids"] = _pad([np.concatenate([np.arange(length) for length in lengths])], width, 0)
@@ -126,6 +134,14 @@ def _group_ids(examples: Sequence[Example]) -> Tensor:
 class _Collator:
     layout: Layout
 
+    def sequence_lengths(self, example: Example) -> Sequence[int]:
+        """The number of tokens of each sequence that a batch has of an example, before truncation."""
+        if "input_ids" in example:
+            return [len(example["input_ids"])]
+        lengths = [len(example[key]) for key in ("completion_ids", *_CANDIDATES) if key in example]
+        lengths = example.get("completion_lengths", lengths)
+        return [len(example["prompt_ids"]) + int(length) for length in lengths]
+
 
 class PreferenceCollator(_Collator):
     """Collates examples with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, for triples ``reference_ids`` too.
@@ -136,7 +152,7 @@ class PreferenceCollator(_Collator):
     """
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        parts = [part for part in ("chosen_ids", "rejected_ids", "reference_ids") if part in examples[0]]
+        parts = [part for part in _CANDIDATES if part in examples[0]]
         batch = _completions(self.layout, [(each["prompt_ids"], each[part]) for part in parts for each in examples])
         return batch | _numbers(examples, ("ref_chosen_logps", "ref_rejected_logps"))
 
@@ -188,12 +204,16 @@ class MultipleChoiceCollator(_Collator):
 
     To train, a batch of B questions has the right answers only: ``input_ids``, ``labels`` and ``attention_mask`` as
     those of :class:`SupervisedCollator`. With ``all_choices`` it has the N choices of all questions: ``input_ids``,
-    ``attention_mask`` and ``completion_mask``, each ``[N, seq_len]`` in int64 (or packed, as those of
+    ``attention_mask`` and ``completion_mask``, each ``[N, seq_len]`` in int64 (or padding-free, as those of
     :class:`PreferenceCollator`); ``question_ids`` ``[N]`` in int64, the number of the question in the batch;
     ``is_answer`` ``[N]`` of bool; ``num_characters`` ``[N]`` in float32; and ``num_questions``, an integer.
     """
 
     all_choices: bool = False
+
+    def sequence_lengths(self, example: Example) -> Sequence[int]:
+        lengths = super().sequence_lengths(example)
+        return lengths if self.all_choices else [lengths[int(example["answer"])]]
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         pairs, is_answer = [], []
@@ -246,8 +266,8 @@ class RolloutCollator(_Collator):
     ``tool_mask``, ``old_per_token_logps``, ``ref_per_token_logps`` and ``sampling_per_token_logps``,
     ``[N, completion_len]``. Ids, numbers and masks are int64, all others float32; padding is 0.
 
-    Packed, prompts and completions are ``input_ids`` ``[1, total]`` with ``completion_mask`` and ``sequence_ids``, as
-    those of :class:`PreferenceCollator`; values of tokens are ``[1, total]``, each at its token.
+    Padding-free, prompts and completions are ``input_ids`` ``[1, total]`` with ``completion_mask`` and
+    ``sequence_ids``, as those of :class:`PreferenceCollator`; values of tokens are ``[1, total]``, each at its token.
     """
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
@@ -261,7 +281,7 @@ class RolloutCollator(_Collator):
             for key in per_token:
                 values = np.asarray(each[key], dtype=np.uint8 if key == "tool_mask" else np.float32)
                 columns[key] += [np.pad(part, (len(prompt), 0)) for part in np.split(values, ends)]
-        batch = self.layout.batch(columns) if self.layout.packing else self._padded(columns)
+        batch = self.layout.batch(columns) if self.layout.padding_free else self._padded(columns)
         if "token_advantages" in batch:
             batch["advantages"] = batch.pop("token_advantages")
         batch["group_ids"] = _group_ids(examples)

@@ -87,6 +87,7 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
     @override
     def _rows(self, items: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, np.ndarray]]:
         encoder, names = Encoder(tokenizer, self.chat_template_kwargs), None
+        collator: Any = self._collator("validation")  # of a question all choices
         for record in items:
             for example in self._encode(record.renamed(self.columns), encoder):
                 names = names or example.keys()
@@ -94,7 +95,13 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
                     which = f"{'lacks' if differing[0] in names else 'has'} the values of {differing[0]!r}"
                     problem = "all records must have the same optional fields, and this one"
                     raise record.error(f"{problem} {which}, unlike those before it")
-                yield example
+                yield {**example, "sequence_lengths": ids(collator.sequence_lengths(example))}
+
+    @override
+    def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        rows = getattr(rows, "rows", rows)  # without those that mismatched pairs add
+        lists = rows.select_columns("sequence_lengths").with_format("arrow")[:].column(0).combine_chunks()
+        return lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
 
     @override
     def _usable(self, split: Split, rows: "datasets.Dataset") -> Any:

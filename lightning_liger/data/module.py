@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
+import numpy as np
 import tokenizers
 import torch
 import torch.distributed as dist
@@ -20,8 +22,18 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_bool, check_integer, check_number, check_path, check_text, wrong_type, wrong_value
+from liger_ops.arguments import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_path,
+    check_text,
+    wrong_type,
+    wrong_value,
+)
 from lightning_liger.data.collate import Layout
+from lightning_liger.data.packing import LengthSampler, PackedExamples, best_fit_decreasing, measured, rows_of
 from lightning_liger.data.records import strings
 from lightning_liger.data.sources import RECORD_SUFFIXES, files_at, fingerprints
 from lightning_liger.data.tables import DataPath, Table, given_table, hub_table
@@ -44,7 +56,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation"]
 _SPLITS = {"train": "split", "validation": "validation_split"}
-_FORMAT_VERSION = 4  # part of the cache key: raise it when the files change for the same settings
+_FORMAT_VERSION = 5  # part of the cache key: raise it when the files change for the same settings
 
 
 class BatchesDataModule(L.LightningDataModule):
@@ -136,16 +148,20 @@ class BatchesDataModule(L.LightningDataModule):
     @override
     def train_dataloader(self) -> DataLoader[Any]:
         """Training rows in an order of ``seed`` and the epoch; raises ValueError unless each process gets a batch."""
-        rows, shard = self._after_setup(self.train_data), self._shard()
-        num_shards = shard["num_replicas"]
-        if len(rows) < (needed := self.batch_size * num_shards):
+        rows = self._after_setup(self.train_data)
+        sampler = self._sampler(rows)
+        num_rows, num_shards = len(sampler.dataset), sampler.num_replicas
+        if num_rows < (needed := self.batch_size * num_shards):
+            name = self._rows_name if num_rows == len(rows) else "packed rows"
             raise ValueError(
-                f"{self._corpus()} has {len(rows)} train {self._rows_name}, but {needed} are needed: one batch of"
+                f"{self._corpus()} has {num_rows} train {name}, but {needed} are needed: one batch of"
                 f" data.batch_size={self.batch_size} for each of {num_shards} processes."
             )
-        # Lightning keeps it and sets its epoch. The one that it would add itself takes its seed from the environment.
-        sampler: Any = DistributedSampler(rows, **shard, shuffle=True, seed=self.seed, drop_last=True)
         return resumable(self._dataloader("train", rows, sampler=sampler, drop_last=True))
+
+    def _sampler(self, rows: Any) -> Any:
+        """Lightning keeps it and sets its epoch. The one that it would add itself has a seed of the environment."""
+        return DistributedSampler(rows, **self._shard(), shuffle=True, seed=self.seed, drop_last=True)
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -181,13 +197,19 @@ class BatchesDataModule(L.LightningDataModule):
 
 
 class SequencesDataModule(BatchesDataModule):
-    """Sequences of different lengths, which are truncated, and padded or packed.
+    """Sequences of different lengths, which are truncated, and padded, concatenated or packed.
 
     Args:
         max_length: The maximum number of tokens of a sequence. None keeps all.
         truncation: Which tokens of longer sequences stay: "keep_start" or "keep_end".
-        packing: Whether the sequences of a batch are concatenated into one row without padding. Attention separates
-            them by position_ids or cu_seq_lens.
+        packing: Whether examples are packed into rows of ``max_length`` tokens (for each sequence of an example: a pair
+            has two), which ``batch_size`` counts; without padding, as with ``padding_free``.
+        packing_strategy: "bfd", best-fit decreasing. None is the same with a warning: ``padding_free`` was ``packing``.
+        padding_free: Whether the sequences of a batch are concatenated into one row without padding. Attention
+            separates them by position_ids or cu_seq_lens.
+        train_sampling_strategy: "random", or "group_by_length": examples or rows of a step have about one length.
+        balance_ranks: What ranks get about equally much of in each training step: "tokens", or "squared_lengths", to
+            which the time of attention is proportional. None deals examples or rows at random.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
     """
 
@@ -199,11 +221,58 @@ class SequencesDataModule(BatchesDataModule):
         max_length: int | None = 1024,
         truncation: Literal["keep_start", "keep_end"] = "keep_start",
         packing: bool = False,
+        packing_strategy: Literal["bfd"] | None = None,
+        padding_free: bool = False,
+        train_sampling_strategy: Literal["random", "group_by_length"] = "random",
+        balance_ranks: Literal["tokens", "squared_lengths"] | None = "tokens",
         pad_to_multiple_of: int = 1,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        self._layout = Layout(0, max_length, truncation, pad_to_multiple_of, packing)
+        check_bool("data.packing", packing)
+        check_choice("data.packing_strategy", packing_strategy, ("bfd", None))
+        check_choice("data.train_sampling_strategy", train_sampling_strategy, ("random", "group_by_length"))
+        check_choice("data.balance_ranks", balance_ranks, ("tokens", "squared_lengths", None))
+        self._layout = Layout(0, max_length, truncation, pad_to_multiple_of, packing or padding_free)
+        if packing and max_length is None:
+            raise wrong_value("data.max_length", "an integer with data.packing, the tokens of a row", max_length)
+        if packing and packing_strategy is None:
+            now = "data.packing makes rows of data.max_length tokens now, and data.batch_size counts them"
+            warnings.warn(f"{now}: set data.packing_strategy='bfd', or data.padding_free", FutureWarning, stacklevel=2)
+        self.packing, self.train_sampling_strategy, self.balance_ranks = packing, train_sampling_strategy, balance_ranks
+
+    def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of all sequences of these examples before truncation, and how many sequences each example has."""
+        raise NotImplementedError
+
+    def _sizes(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray, int]:
+        """Tokens of each example, the sum of its squared lengths, and the capacity of packed rows."""
+        lengths, counts = self._lengths(split, rows)
+        limit = self._layout.max_length or 2**31  # more than any has
+        if self.packing and (num_cut := int((lengths > limit).sum())):
+            cut = f"{num_cut} of {len(lengths)} {split} sequences of {self._corpus(split)} are truncated"
+            rank_zero_warn(f"{cut} to data.max_length={limit} tokens ({self._layout.truncation}).")
+        return *measured(lengths, counts, limit), limit * int(counts.max())
+
+    @override
+    def _sampler(self, rows: Any) -> Any:
+        shard: dict[str, Any] = {"seed": self.seed, **self._shard()}
+        balance = self.balance_ranks if shard["num_replicas"] > 1 else None
+        is_grouped = self.train_sampling_strategy == "group_by_length"
+        if not (self.packing or is_grouped or balance):
+            return super()._sampler(rows)
+        tokens, squares, capacity = self._sizes("train", rows)
+        costs = {None: None, "tokens": tokens, "squared_lengths": squares}[balance]
+        return LengthSampler(tokens, costs, self.batch_size, capacity if self.packing else None, is_grouped, **shard)
+
+    @override
+    def _dataloader(self, split: Split, rows: Any, **options: Any) -> DataLoader[Any]:
+        if self.packing:
+            data, rows = rows, PackedExamples(rows)
+            if split == "validation":
+                tokens, _, capacity = self._sizes(split, data)
+                rows = Subset(rows, rows_of(best_fit_decreasing(tokens, capacity)))
+        return super()._dataloader(split, rows, **options)
 
     @property
     def layout(self) -> Layout:

@@ -74,5 +74,11 @@ class MultipleChoiceDataModule(ExamplesDataModule):
         }
 
     @override
+    def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        lengths, counts = super()._lengths(split, rows)
+        right = lengths[counts.cumsum() - counts + rows["answer"][:]], np.ones_like(counts)
+        return right if split == "train" else (lengths, counts)
+
+    @override
     def _collator(self, split: Split) -> MultipleChoiceCollator:
         return MultipleChoiceCollator(self.layout, all_choices=split == "validation")

@@ -184,9 +184,9 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
             if layout.get(name) not in [(dtype, shape) for dtype in dtypes]:
                 expected = f"{' or '.join(dtypes)} of shape {shape}"
                 raise ValueError(f"{file}: the tensor {name!r} must be {expected}, got {layout.get(name)}")
-        self._offsets: np.ndarray = self._tensors["offsets"][:]
-        if self._offsets[0] != 0 or self._offsets[-1] != num_tokens or (np.diff(self._offsets) < 1).any():
-            raise ValueError(f"{file}: the tensor 'offsets' must rise from 0 to {num_tokens}, got {self._offsets}")
+        self.offsets: np.ndarray = self._tensors["offsets"][:]
+        if self.offsets[0] != 0 or self.offsets[-1] != num_tokens or (np.diff(self.offsets) < 1).any():
+            raise ValueError(f"{file}: the tensor 'offsets' must rise from 0 to {num_tokens}, got {self.offsets}")
 
     def _number(self, key: str) -> float:
         text = self.metadata.get(key, "")
@@ -199,10 +199,10 @@ class TeacherTopKFile(Dataset[dict[str, Any]]):
         return TeacherTopKFile, (self.file,)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        row = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        row = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return {name: self._tensors[name][row] for name in _OF_TOKENS}
 
 
@@ -259,6 +259,12 @@ class TeacherTopKDataModule(SequencesDataModule):
                 wrong = f"was made with a different tokenizer (hash {own[:12]}) than {others} ({known[:12]})"
                 raise ValueError(f"{place} {wrong}")
         return ConcatDataset(data)
+
+    @override
+    def _lengths(self, split: Split, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        whole, places = (rows.dataset, rows.indices) if hasattr(rows, "indices") else (rows, slice(None))
+        lengths = np.concatenate([np.diff(file.offsets) for file in whole.datasets])[places]
+        return lengths, np.ones_like(lengths)
 
     @property
     @override

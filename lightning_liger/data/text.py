@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_bool, check_integer, check_text
+from liger_ops.arguments import check_bool, check_choice, check_integer, check_text
 from lightning_liger.data.module import Split, TokenizedDataModule, num_held_out
 from lightning_liger.data.sources import TEXT_SUFFIXES, files_at, python_library_files, read_documents
 from lightning_liger.data.tables import DataPath
-from lightning_liger.data.tokenizer import token_blocks
+from lightning_liger.data.tokenizer import packed_documents, token_blocks
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,25 @@ class TextDataModule(TokenizedDataModule):
 
     Args:
         path: A text file (one document), a .jsonl, .parquet or .csv file (one document per record) or a folder with
-            such files (.txt, .md, .rst, .py, .jsonl, .parquet; hidden ones are skipped); ``owner/name`` of a data set on
-            the Hub; a ``datasets.Dataset`` or a list of records. By default the sources of Python's standard library.
+            such files (.txt, .md, .rst, .py, .jsonl, .parquet; hidden ones are skipped); ``owner/name`` of a data set
+            on the Hub; a ``datasets.Dataset`` or a list of records. By default the sources of Python's standard
+            library.
         block_size: Tokens per row.
         text_field: The key of the text in records.
         separate_documents: Whether batches also have ``position_ids``, ``[batch_size, block_size]`` in int64, that
             restart in each document: then attention does not cross documents, and last tokens predict nothing.
+        packing_strategy: "wrapped" cuts documents where rows end. "bfd_split" packs them, separated, by best-fit
+            decreasing, and cuts those longer than a row only; end-of-sequence tokens, unlearned, fill rows up.
         max_documents: The maximum number of documents to read from ``path``. By default all.
     """
 
-    _settings_of_tokens = (*TokenizedDataModule._settings_of_tokens, "text_field", "block_size", "max_documents")
+    _settings_of_tokens = (
+        *TokenizedDataModule._settings_of_tokens,
+        "text_field",
+        "block_size",
+        "max_documents",
+        "packing_strategy",
+    )
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class TextDataModule(TokenizedDataModule):
         block_size: int = 1024,
         text_field: str = "text",
         separate_documents: bool = False,
+        packing_strategy: Literal["wrapped", "bfd_split"] = "wrapped",
         max_documents: int | None = None,
         **settings: Any,
     ) -> None:
@@ -74,9 +84,11 @@ class TextDataModule(TokenizedDataModule):
         check_integer("data.block_size", block_size, at_least=2)  # a token and the next one
         check_text("data.text_field", text_field)
         check_bool("data.separate_documents", separate_documents)
+        check_choice("data.packing_strategy", packing_strategy, ("wrapped", "bfd_split"))
         check_integer("data.max_documents", max_documents, at_least=1, at_most=sys.maxsize, optional=True)
         self.block_size, self.text_field = block_size, text_field
-        self.separate_documents, self.max_documents = separate_documents, max_documents
+        self.separate_documents = separate_documents or packing_strategy == "bfd_split"
+        self.max_documents, self.packing_strategy = max_documents, packing_strategy
         self._rows_name = f"rows of data.block_size={block_size} tokens"
 
     @override
@@ -109,7 +121,8 @@ class TextDataModule(TokenizedDataModule):
 
     @override
     def _rows(self, items: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-        return token_blocks(items, tokenizer, self.block_size)
+        rows = token_blocks if self.packing_strategy == "wrapped" else packed_documents
+        return rows(items, tokenizer, self.block_size)
 
     @override
     def _collator(self, split: Split) -> _Blocks:

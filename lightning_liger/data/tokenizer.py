@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from liger_ops.arguments import check_integer, check_path, wrong_value
+from lightning_liger.data.packing import best_fit_decreasing, rows_of
 from lightning_liger.hub import TOKENIZER, check_for_repository, is_hub_name, snapshot
 
 END_OF_TEXT = "<|endoftext|>"
@@ -125,16 +126,33 @@ def token_blocks(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Full rows of ``block_size`` tokens in int32: the documents, each with an end-of-sequence token, end to end."""
     ids: list[int] = []
-    pieces = _pieces(documents)
-    while batch := list(islice(pieces, _PIECES_PER_BATCH)):
-        texts, ends = zip(*batch, strict=True)
-        # A document that contains the text of a special token is encoded as ordinary characters.
-        encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
-        for part, ends_document in zip(encoded["input_ids"], ends, strict=True):
-            ids += [*part, tokenizer.eos_token_id] if ends_document else part
+    for batch in _encoded(documents, tokenizer):
+        for part, _ in batch:
+            ids += part
         blocks = np.array(ids[: len(ids) // block_size * block_size], dtype=np.int32).reshape(-1, block_size)
         yield from ({"input_ids": block} for block in blocks)
         ids = ids[blocks.size :]
+
+
+def packed_documents(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Rows as those of :func:`token_blocks`, of which only longer documents are cut; end-of-sequence tokens fill up."""
+    ids: list[int] = []
+    pieces: list[np.ndarray] = []
+    for batch in chain(_encoded(documents, tokenizer), [[]]):
+        for part, ends in batch:
+            ids += part
+            while len(ids) > block_size or (ends and ids):
+                pieces.append(np.array(ids[:block_size], dtype=np.int32))
+                ids = ids[block_size:]
+        if pieces and (len(pieces) >= 10_000 or not batch):
+            for row in rows_of(best_fit_decreasing(np.array([*map(len, pieces)]), block_size)):
+                packed = np.concatenate([pieces[place] for place in row])
+                yield {
+                    "input_ids": np.pad(packed, (0, block_size - len(packed)), constant_values=tokenizer.eos_token_id)
+                }
+            pieces = []
 
 
 def _evenly_spaced(documents: Iterable[str], max_bytes: int) -> list[str]:
@@ -149,6 +167,17 @@ def _evenly_spaced(documents: Iterable[str], max_bytes: int) -> list[str]:
             kept, spacing = kept[::2], spacing * 2
             num_bytes = sum(map(len, kept))
     return [text.decode(errors="ignore") for text in kept]  # a limit may cut the last character
+
+
+def _encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[tuple[list[int], bool]]]:
+    """Batches of the tokens of pieces of documents, each with whether it ends its document, with the token for that."""
+    pieces = _pieces(documents)
+    while batch := list(islice(pieces, _PIECES_PER_BATCH)):
+        texts, ends = zip(*batch, strict=True)
+        # A document that contains the text of a special token is encoded as ordinary characters.
+        encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
+        parts = zip(encoded["input_ids"], ends, strict=True)
+        yield [(part + [tokenizer.eos_token_id] * is_last, is_last) for part, is_last in parts]
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[tuple[str, bool]]:

@@ -196,7 +196,7 @@ class LigerDistillationMixin(LigerTeacherMixin):
         if self.context is not None:
             raise ValueError("context_parallel_size must be 1 for 'uld', which compares rows of different lengths")
         if rows.positions is not None:
-            raise ValueError("batch must have one text per row for 'uld' (data.packing=False), got 'position_ids'")
+            raise ValueError("batch must have one text per row for 'uld' (data.padding_free=False), got 'position_ids'")
         names = [name for name in columns if name.startswith("teacher_") and name not in _COLUMNS]
         batch = {name.removeprefix("teacher_"): columns[name] for name in names}
         teacher_tokens = read_tokens("teacher", batch, self._seen(self._required_teacher()))

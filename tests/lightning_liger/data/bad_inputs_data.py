@@ -12,9 +12,12 @@ from typing import Any
 from lightning_liger.data import (
     ConversationDataModule,
     ImageTextDataModule,
+    Layout,
+    PackedStream,
     PreferenceDataModule,
     PromptCompletionDataModule,
     RolloutDataModule,
+    SupervisedCollator,
     TeacherTopKDataModule,
     TextDataModule,
     UnpairedFeedbackDataModule,
@@ -26,6 +29,8 @@ from lightning_liger.data.tokenizer import load_tokenizer, tokenizer_from_conten
 from tests.bad_inputs import row
 from tests.valid_calls import EXAMPLES, IMAGES, PAIRS, PLAIN_IMAGES, TEACHER, TEACHER_ROW
 
+FREE = SupervisedCollator(Layout(max_length=8, padding_free=True))
+NOT_PACKING = SupervisedCollator(Layout(max_length=8)), SupervisedCollator(Layout(padding_free=True))
 TEXT, SOME = __file__, (TypeError, ValueError, FileNotFoundError)
 TEACHERS = TeacherTopKDataModule
 IMAGE = {"image": str(IMAGES / "00.ppm"), "prompt": "a", "completion": "b"}
@@ -100,6 +105,7 @@ MODULES: list[tuple[Any, ...]] = [
     (PreferenceDataModule, {"tokenizer": "/no/such"}, "data.tokenizer", "/no/such"),
     (PreferenceDataModule, {"chat_template": str(EXAMPLES)}, "data.chat_template", str(EXAMPLES)),
     (PreferenceDataModule, {"chat_template_kwargs": {"a": {1, 2}}}, "data.chat_template_kwargs", "{1, 2}"),
+    (PreferenceDataModule, {"packing": True, "packing_strategy": "bfd", "max_length": None}, "data.max_length", "None"),
     (PreferenceDataModule, {"columns": {"promt": "question"}}, "data.columns", "promt"),
     (TEACHERS, {"path": str(PAIRS)}, "data.path", ".safetensors"),
     (ImageTextDataModule, {"path": IMAGES, "processor": {"size": 8}}, "data.processor", "image_size", "size"),
@@ -227,6 +233,9 @@ BAD_INPUTS = [
         row(partial(writes, [TEACHER_ROW, TEACHER_ROW | each], "a.safetensors"), "rows[1]", *mentions)
         for each, *mentions in TEACHER_ROWS
     ),
+    *(row(partial(PackedStream, examples, FREE), "examples", "iterated over again") for examples in (iter([]), 5)),
+    *(row(partial(PackedStream, [], collator), "collator", "max_length") for collator in (5, *NOT_PACKING)),
+    row(partial(PackedStream, [], FREE, num_replicas=2, rank=2), "rank", "at most 1", "2"),
     row(partial(writes, [[1]], "a.safetensors"), "rows[0]", "a mapping", "[1]"),
     row(partial(writes, [], "a.safetensors"), "rows", "at least one row", "[]"),
     row(partial(writes, [TEACHER_ROW], "a.bin"), "path", "ends in .safetensors", "a.bin"),

@@ -112,6 +112,7 @@ PACKED_ROLLOUTS = {
 TOPK = [[[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 3], [0, 0]]]
 TOPK_LOG_PROBS = [[[0, -1], [-2, -3], [-4, -5]], [[0, -1], [-2, -3], [-np.inf, -np.inf]]]
 KL = {"KL_input_ids": [[1, 13, 13], [2, 11, 0], [3, 12, 12]], "KL_completion_mask": [[0, 1, 1], [0, 1, 0], [0, 1, 1]]}
+FREE = {"padding_free": True}
 KL_PACKED = {"KL_sequence_ids": [[0, 0, 0, 0, 1, 1, 2, 2, 2]], "KL_completion_mask": [[0, 1, 1, 1, 0, 1, 0, 1, 1]]}
 
 
@@ -121,21 +122,21 @@ KL_PACKED = {"KL_sequence_ids": [[0, 0, 0, 0, 1, 1, 2, 2, 2]], "KL_completion_ma
         (PreferenceCollator, TRIPLES[:1], {}, {"input_ids": [[1, 2, 3, 4, 5], [1, 2, 3, 6, 0], [1, 2, 3, 12, 0]]}),
         (PreferenceCollator, TRIPLES, {}, {"ref_chosen_logps": [-1.5] * 2, "ref_rejected_logps": [-3.0] * 2}),
         (FeedbackCollator, MISMATCHED, {"max_length": 3}, KL | {"label": [True, False, True]}),
-        (FeedbackCollator, MISMATCHED, {"packing": True}, KL_PACKED | {"ref_logps": [-1.0, -2.0, -3.0]}),
+        (FeedbackCollator, MISMATCHED, {"padding_free": True}, KL_PACKED | {"ref_logps": [-1.0, -2.0, -3.0]}),
         (SupervisedCollator, ROWS, {}, {"labels": [[-100, 6, 7], [-100, 9, -100]]}),
-        (SupervisedCollator, ROWS, {"packing": True}, {"labels": [[-100, 6, 7, -100, 9]]}),
+        (SupervisedCollator, ROWS, {"padding_free": True}, {"labels": [[-100, 6, 7, -100, 9]]}),
         (RolloutCollator, GROUPS, {"pad_token_id": 9}, ROLLOUTS),
-        (RolloutCollator, GROUPS, {"packing": True}, PACKED_ROLLOUTS),
+        (RolloutCollator, GROUPS, {"padding_free": True}, PACKED_ROLLOUTS),
         (RolloutCollator, OF_TOKENS, {}, {"advantages": [[1.0, 0.0], [2.0, 3.0]]}),
         (RolloutCollator, OF_TOKENS, {"max_length": 3}, {"completion_ids": [[3], [4]], "advantages": [[1.0], [2.0]]}),
         (TeacherTopKCollator, TEACHER, {}, {"teacher_topk_ids": TOPK, "teacher_topk_log_probs": TOPK_LOG_PROBS}),
-        (TeacherTopKCollator, TEACHER, {"packing": True, "max_length": 2}, {"teacher_topk_ids": [TOPK[1][:2] * 2]}),
+        (TeacherTopKCollator, TEACHER, FREE | {"max_length": 2}, {"teacher_topk_ids": [TOPK[1][:2] * 2]}),
     ],
 )
 def test_batches_have_the_documented_values(cls, examples, layout, expected):
     batch = cls(Layout(**layout))(examples)
     assert {key: batch[key].tolist() for key in expected} == expected
-    assert ("cu_seq_lens_q" in batch) == layout.get("packing", False)
+    assert ("cu_seq_lens_q" in batch) == layout.get("padding_free", False)
     for key, value in batch.items():
         if key not in PACKED | {"label", "num_sequences", "KL_num_sequences"} and not key.startswith("KL_"):
             is_number = any(part in key for part in ("logps", "log_probs", "advantages", "rewards"))

@@ -63,7 +63,7 @@ def test_pairs_are_those_of_the_file(make):
 
 def test_model_computes_the_same_for_padded_and_packed_pairs(make):
     model = tiny_llama(vocab_size=320, max_position_embeddings=128).eval()
-    padded, packed = ready(make(batch_size=2)), ready(make(batch_size=2, packing=True, pad_to_multiple_of=32))
+    padded, packed = ready(make(batch_size=2)), ready(make(batch_size=2, padding_free=True, pad_to_multiple_of=32))
     one, two = next(iter(padded.train_dataloader())), next(iter(packed.train_dataloader()))
     assert sequences(padded, one) == sequences(packed, two)
     keys = ("input_ids", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -138,7 +138,8 @@ def test_second_run_reads_the_cache(tokenized, monkeypatch):
     monkeypatch.setattr(examples, "read_records", lambda *_: pytest.fail("the corpus was read again"))
     settings = {"batch_size": 2, "num_workers": 1, "prompt": "a"}
     if isinstance(first, PreferenceDataModule):
-        settings |= {"max_length": 500, "truncation": "keep_end", "packing": True, "pad_to_multiple_of": 8}
+        settings |= {"max_length": 500, "truncation": "keep_end", "pad_to_multiple_of": 8}
+        settings |= {"packing": True, "packing_strategy": "bfd"}
     second = ready(tokenized(**settings, path=first.path))
     assert second.cache_folder == first.cache_folder
     key = "prompt_ids" if "packing" in settings else "input_ids"
@@ -156,8 +157,9 @@ def test_cache_is_keyed_by_all_that_changes_the_tokens(tmp_path):
     shared = [{"seed": 1}, {"validation_fraction": 0.5}, {"validation_path": corpus}, {"tokenizer": None}]
     shared += [{"tokenizer": None, "vocab_size": 300}]
     record_changes = [{"chat_template": template}, {"chat_template_kwargs": {"a": 1}}, {"max_records": 40}]
+    packed = {"packing_strategy": "bfd_split"}
     own = {
-        TextDataModule: [{"max_documents": 50}, {"text_field": "t"}, {"block_size": 8}],
+        TextDataModule: [{"max_documents": 50}, {"text_field": "t"}, {"block_size": 8}, packed],
         PreferenceDataModule: [*record_changes, {"columns": {"chosen": "rejected", "rejected": "chosen"}}],
         UnpairedFeedbackDataModule: [],
         PromptCompletionDataModule: [{"completion_only": False}, {"teacher_tokenizer": TOKENIZER}],

@@ -84,7 +84,7 @@ def test_values_may_be_lists_arrays_or_tensors_of_any_precision(tmp_path):
 
 def test_layouts(tmp_path):
     write_teacher_topk(tmp_path / "a.safetensors", rows(8))
-    data = ready(path=tmp_path, validation_fraction=0.25, packing=True, pad_to_multiple_of=32)
+    data = ready(path=tmp_path, validation_fraction=0.25, padding_free=True, pad_to_multiple_of=32)
     (batch,) = data.val_dataloader()
     assert batch["teacher_topk_ids"].shape == (1, 32, 3)
     assert len(batch["cu_seq_lens_q"]) == 3

@@ -52,7 +52,7 @@ def plain_scores(model, tokenizer, prompt: str, answers: list[str]) -> torch.Ten
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_accuracy_is_that_of_the_choices_log_probabilities(make, packing):
-    data, lm = make(answer_as="text", packing=packing), module()
+    data, lm = make(answer_as="text", padding_free=packing), module()
     (logged,) = quiet_trainer(strategy="liger").validate(lm, data, verbose=False)
     reference, tokenizer = lm.model, load_tokenizer(TOKENIZER)
     correct, correct_norm = 0, 0
