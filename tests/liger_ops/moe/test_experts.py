@@ -221,6 +221,29 @@ def test_pairs_without_an_expert_add_nothing_and_get_no_gradient(device: torch.d
     assert not any(grad.any() for grad in grads)
 
 
+@pytest.mark.parametrize("device", ["kernel"], indirect=True)
+def test_adapters_of_frozen_weights_make_nothing_of_their_size(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, index, options = make(EVERYTHING | {"num_tokens": 6}, device)
+    sizes: list[int] = []
+    for owner, name in ((Tensor, "new_empty"), (torch, "empty_like"), (torch, "zeros_like"), (Tensor, "contiguous")):
+        own = getattr(owner, name)
+
+        def watched(*args: Any, own: Any = own, **kwargs: Any) -> Tensor:
+            made: Tensor = own(*args, **kwargs)
+            if not any(made is each for each in args):
+                sizes.append(made.numel())
+            return made
+
+        monkeypatch.setattr(owner, name, watched)
+    needs = [name in ("x", "top_k_weights", *ADAPTERS) for name in NAMES]
+    run(fused_experts, tensors, needs, index, **options)
+    assert max(sizes) < tensors[2].numel()
+    run(fused_experts, tensors, NEEDS, index, **options)
+    assert max(sizes) == tensors[1].numel()
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_shapes_of_inputs_and_autocast(device: torch.device, num_tokens: int) -> None:
     tensors, _, _ = make(EVERYTHING | {"dtype": torch.float32, "bias": False}, device)

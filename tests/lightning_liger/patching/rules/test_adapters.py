@@ -115,7 +115,7 @@ def patched(holder: Any) -> tuple[Any, Any]:
 
 
 @given(st.fixed_dictionaries(DRAW))
-@few(16)
+@few(14)
 def test_updates_of_any_rank_and_state_are_those_of_peft(draw: dict[str, Any]) -> None:
     holder = make(draw)
     twin, report = patched(holder)
