@@ -59,7 +59,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             fine-tuning, arXiv:2508.05629.
         lora: Adapters that are trained in place of the model: arguments of peft's ``LoraConfig``, such as ``{"r": 16,
             "alpha": 32, "target_modules": "all-linear"}``, where ``alpha`` and ``dropout`` are short for ``lora_alpha``
-            and ``lora_dropout``; None trains all parameters. Checkpoints hold the whole model; ``export`` merges the
+            and ``lora_dropout``; ``target_parameters`` adapts experts; None trains all parameters. Checkpoints hold the whole model; ``export`` merges the
             adapters into its weights.
 
     Raises:
