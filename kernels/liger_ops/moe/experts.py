@@ -244,13 +244,13 @@ def _gradients(
     needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias, *needs_adapters = needs
     where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(index.numel())
     narrow = partial(products.narrow, index=where, block_rows=block_rows)
-    (gate_up_a, gate_up_b, down_a, down_b), grads = adapters, [None] * 4
+    (gate_up_a, gate_up_b, down_a, down_b), grads = adapters, list[Any](adapters)
     needs_z = needs_x or needs_gate_up or needs_gate_up_bias or any(needs_adapters[:2])
     needs_scaled = needs_down or needs_down_bias or any(needs_adapters[2:])
     grad_z = None if not needs_z else z if overwrite else torch.empty_like(z)
     scaled = grad.new_empty((z.shape[0], layout.width)) if needs_scaled else None
     grad_scores = torch.empty_like(scores)
-    low = None if down_b is None else narrow(grad, down_b.mT, top_k=top_k)
+    low: Any = None if down_b is None else narrow(grad, down_b.mT, top_k=top_k)
     gradients.gate_backward(
         grad, layout.down.mT, z, scores, where, block_rows, gate, layout.gated, grad_z, scaled, grad_scores,
         low, None if down_a is None else down_a.mT,
@@ -259,9 +259,9 @@ def _gradients(
         grad_scores += _bias_scores(grad, down_bias, index)
     grad_x = grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = None
 
-    def differentiate(place: int, left: Tensor, right: Tensor, left_gathered: bool | None) -> None:
-        grads[place] = torch.empty_like(adapters[place])
-        gradients.weight_gradient(left, right, where, top_k, left_gathered, grads[place], None, None)
+    def differentiate(place: int, left: Any, right: Any, left_gathered: bool | None) -> None:
+        made = grads[place] = torch.empty_like(grads[place])
+        gradients.weight_gradient(left, right, where, top_k, left_gathered, made, None, None)
 
     if scaled is not None:
         if needs_adapters[2]:

@@ -53,8 +53,10 @@ class AdapterReplacement(Replacement):
         experts, tensors = self.experts.small_call(module.get_base_layer(), random, dtype, 1.0)
         name = module.parameter_name
         config = LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, target_parameters=[f"experts.{name}"])
+        modules = nn.ModuleDict({"experts": experts})
         with torch.random.fork_rng(devices=[]):
-            wrapped: Any = inject_adapter_in_model(config, nn.ModuleDict({"experts": experts}))["experts"]
+            inject_adapter_in_model(config, modules)
+        wrapped: Any = modules["experts"]
 
         def run() -> Tensor:
             with adapted(experts, wrapped):
