@@ -17,6 +17,7 @@ from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_fl
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import (
     RULES,
+    AdapterRule,
     HeadRule,
     MLPReplacement,
     Patched,
@@ -177,13 +178,14 @@ def _find_replacements(
     head_rule = HeadRule(chosen.get(_HEAD, {}))
     heads = _head_layers(model)
     decisions: dict[Hashable, _Decision | None] = {}
-    for module in model.modules():
+
+    def decide(module: nn.Module) -> Iterator[_Decision]:
         if isinstance(module, Patched):
             kernel, structure = module.liger_replacement.kernel, module.liger_original.__name__
             if kernel in chosen:
-                yield module, PatchEntry(structure, kernel, 1, None, reason=_ALREADY), None
-            continue
-        for rule in (head_rule,) if id(module) in heads else RULES:
+                yield PatchEntry(structure, kernel, 1, None, reason=_ALREADY), None
+            return
+        for rule in (head_rule,) if id(module) in heads else rules:
             candidates = None if chosen.keys().isdisjoint(rule.kernels) else rule.candidates(module)
             if candidates is None:
                 continue
@@ -193,7 +195,12 @@ def _find_replacements(
             if key not in decisions:
                 decisions[key] = _decide(rule, candidates, module, chosen)
             if (decision := decisions[key]) is not None:
-                yield module, *decision
+                yield decision
+
+    rules: tuple[Rule, ...] = (*RULES, AdapterRule(decide))
+    for module in model.modules():
+        for decision in decide(module):
+            yield module, *decision
 
 
 def _decide(

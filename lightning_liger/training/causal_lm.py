@@ -73,8 +73,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             fine-tuning, arXiv:2508.05629.
         lora: Adapters that are trained instead of the model: arguments of peft's ``LoraConfig``, such as ``{"r": 16,
             "alpha": 32, "target_modules": "all-linear"}``, where ``alpha`` and ``dropout`` are short for ``lora_alpha``
-            and ``lora_dropout``; None trains all parameters. Checkpoints hold the whole model; ``export`` merges the
-            adapters into its weights.
+            and ``lora_dropout``; ``target_parameters`` adapts experts; None trains all parameters. Checkpoints hold the
+            whole model; ``export`` merges the adapters into its weights.
         revision: Branch, tag or commit of ``pretrained`` on the Hub; None for its main branch.
 
     Raises:

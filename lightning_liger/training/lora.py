@@ -13,6 +13,7 @@ _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 _WITHOUT_WEIGHTS = {
     *("task_type", "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "bias"),
     *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "init_lora_weights"),
+    "target_parameters",
 }
 """Settings with which the adapters' first values do not depend on the model's weights."""
 

@@ -10,8 +10,12 @@ gradient G of O (Shazeer et al., arXiv:1701.06538; formulas of each step are tho
 Saved for backward: x, z, the scores and the index, 4 * intermediate_size bytes a pair in bfloat16; a is computed again
 from z. Rows are gathered in the loads of products, and added up in float32 in the order of a token's experts: nothing
 is permuted in memory, nothing waits for the device, and results do not depend on the order in which programs run.
+
+A weight W + B A with B A of a low rank is never made: u = A x has few columns, and a kernel begins its sums with B u;
+W^T g + A^T (B^T g) in backward likewise. dA = sum of (B^T g) x^T, dB = sum of g u^T, with u computed again.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +24,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_ops import backend
-from liger_ops.arguments import check_bool, check_floating, check_same_device, check_shape, check_tensor, wrong_value
+from liger_ops.arguments import (
+    check_bool,
+    check_floating,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    wrong_type,
+    wrong_value,
+)
 from liger_ops.moe import gradients, products, tiles
 from liger_ops.moe.gate import Gate
 from liger_ops.moe.index import Index, make_index
@@ -56,15 +68,22 @@ def experts_reference(
     gate: Gate,
     interleaved: bool,
     transposed: bool,
+    *adapters: Tensor | None,
 ) -> Tensor:
     """The experts one after another, in plain PyTorch: products in the dtype of ``x``, sums in float32 or wider."""
     layout = _Layout(gate_up, down, interleaved, transposed)
     wide = torch.promote_types(x.dtype, torch.float32)
 
     def run(expert: int, rows: Tensor) -> Tensor:
-        z = F.linear(rows, layout.gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        z = linear(rows, layout.gate_up, gate_up_bias, adapters[:2], expert)
         a = gate.reference(*layout.split(z)).to(x.dtype)
-        return F.linear(a, layout.down[expert], None if down_bias is None else down_bias[expert]).to(wide)
+        return linear(a, layout.down, down_bias, adapters[2:], expert).to(wide)
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, adapter: Any, expert: int) -> Tensor:
+        y = F.linear(rows, weight[expert], None if bias is None else bias[expert])
+        if adapter[0] is None:
+            return y
+        return y + F.linear(F.linear(rows, adapter[0][expert]), adapter[1][expert])
 
     y = torch.zeros_like(x, dtype=wide)
     if torch.compiler.is_compiling():  # every expert on every token, as numbers of tokens cannot be traced
@@ -110,6 +129,7 @@ def _forward(
     scores: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    adapters: list[Tensor | None],
     activation: str,
     limit: float | None,
     alpha: float,
@@ -127,10 +147,13 @@ def _forward(
     places = make_index(index.reshape(-1), layout.num_experts, block_rows)
     z = x.new_empty((num_pairs, layout.gate_up.shape[1])) if keep else None
     a = x.new_empty((num_pairs, layout.width))
-    products.gate_up(x, layout.gate_up, gate_up_bias, places, top_k, block_rows, gate, layout.gated, z, a)
+    gate_up_a, gate_up_b, down_a, down_b = adapters
+    low = products.narrow(x, gate_up_a, places, block_rows, top_k), gate_up_b
+    products.gate_up(x, layout.gate_up, gate_up_bias, places, top_k, block_rows, gate, layout.gated, z, a, *low)
     rows = x.new_empty((num_pairs, x.shape[1]))
-    products.product(a, layout.down, down_bias, places, block_rows, rows)
-    del a
+    low = products.narrow(a, down_a, places, block_rows), down_b
+    products.product(a, layout.down, down_bias, places, block_rows, rows, *low)
+    del a, low
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     products.combine(rows, scores, places, top_k, y)
     return [y] if z is None else [y, z, *places]
@@ -139,9 +162,9 @@ def _forward(
 def _backward_fake(
     grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *rest: Any
 ) -> list[Tensor]:
-    down_bias, z, needs = rest[0], rest[1], rest[-1]
+    down_bias, adapters, z, needs = *rest[:3], rest[-1]
     biases = gate_up.new_empty((gate_up.shape[0], z.shape[1])), down_bias
-    return backend.empty_gradients((x, gate_up, down, scores, *biases), needs)
+    return backend.empty_gradients((x, gate_up, down, scores, *biases, *adapters), needs)
 
 
 @backend.register_op("moe_experts_backward", fake=_backward_fake)
@@ -153,6 +176,7 @@ def _backward(
     index: Tensor,
     scores: Tensor,
     down_bias: Tensor | None,
+    adapters: list[Tensor | None],
     z: Tensor,
     places: list[Tensor],
     activation: str,
@@ -164,16 +188,16 @@ def _backward(
     transposed: bool,
     needs: list[bool],
 ) -> list[Tensor]:
-    """Those gradients of x, gate_up, down, scores and the biases that are needed."""
+    """Those gradients of x, gate_up, down, scores, the biases and the adapters that are needed."""
     gate = Gate(activation, limit, alpha, up_offset, limit_output)
     layout = _Layout(gate_up, down, interleaved, transposed)
-    return _gradients(grad, x, gate_up, down, index, scores, down_bias, z, places, gate, layout, needs, False)
+    return _gradients(grad, x, gate_up, down, index, scores, down_bias, adapters, z, places, gate, layout, needs, False)
 
 
 @backend.register_op(
     "moe_experts_backward_(Tensor grad, Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor scores,"
-    " Tensor? down_bias, Tensor(a!) z, Tensor[] places, str activation, float? limit, float alpha, float up_offset,"
-    " bool limit_output, bool interleaved, bool transposed, bool[] needs) -> Tensor[]",
+    " Tensor? down_bias, Tensor?[] adapters, Tensor(a!) z, Tensor[] places, str activation, float? limit, float alpha,"
+    " float up_offset, bool limit_output, bool interleaved, bool transposed, bool[] needs) -> Tensor[]",
     fake=_backward_fake,
 )
 def _backward_in_place(
@@ -184,6 +208,7 @@ def _backward_in_place(
     index: Tensor,
     scores: Tensor,
     down_bias: Tensor | None,
+    adapters: list[Tensor | None],
     z: Tensor,
     places: list[Tensor],
     activation: str,
@@ -198,7 +223,7 @@ def _backward_in_place(
     """The same; z is lost."""
     gate = Gate(activation, limit, alpha, up_offset, limit_output)
     layout = _Layout(gate_up, down, interleaved, transposed)
-    return _gradients(grad, x, gate_up, down, index, scores, down_bias, z, places, gate, layout, needs, True)
+    return _gradients(grad, x, gate_up, down, index, scores, down_bias, adapters, z, places, gate, layout, needs, True)
 
 
 def _gradients(
@@ -209,6 +234,7 @@ def _gradients(
     index: Tensor,
     scores: Tensor,
     down_bias: Tensor | None,
+    adapters: list[Tensor | None],
     z: Tensor,
     places: list[Tensor],
     gate: Gate,
@@ -216,36 +242,58 @@ def _gradients(
     needs: list[bool],
     overwrite: bool,
 ) -> list[Tensor]:
-    needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias = needs
+    needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias, *needs_adapters = needs
     where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(index.numel())
-    needs_z = needs_x or needs_gate_up or needs_gate_up_bias
+    narrow = partial(products.narrow, index=where, block_rows=block_rows)
+    (gate_up_a, gate_up_b, down_a, down_b), grads = adapters, list[Any](adapters)
+    needs_z = needs_x or needs_gate_up or needs_gate_up_bias or any(needs_adapters[:2])
+    needs_scaled = needs_down or needs_down_bias or any(needs_adapters[2:])
     grad_z = None if not needs_z else z if overwrite else torch.empty_like(z)
-    scaled = grad.new_empty((z.shape[0], layout.width)) if needs_down or needs_down_bias else None
+    scaled = grad.new_empty((z.shape[0], layout.width)) if needs_scaled else None
     grad_scores = torch.empty_like(scores)
+    low: Any = None if down_b is None else narrow(grad, down_b.mT, top_k=top_k)
     gradients.gate_backward(
-        grad, layout.down.mT, z, scores, where, block_rows, gate, layout.gated, grad_z, scaled, grad_scores
-    )
+        grad, layout.down.mT, z, scores, where, block_rows, gate, layout.gated, grad_z, scaled, grad_scores,
+        low, None if down_a is None else down_a.mT,
+    )  # fmt: skip
     if down_bias is not None and needs_scores:
         grad_scores += _bias_scores(grad, down_bias, index)
     grad_x = grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = None
+
+    def differentiate(place: int, left: Any, right: Any, left_gathered: bool | None) -> None:
+        made = grads[place] = torch.empty_like(grads[place])
+        gradients.weight_gradient(left, right, where, top_k, left_gathered, made, None, None)
+
     if scaled is not None:
-        grad_down = down.new_empty(down.shape)
-        grad_down_bias = torch.empty_like(down_bias) if needs_down_bias and down_bias is not None else None
-        pair = (scaled, grad) if layout.transposed else (grad, scaled)
-        gradients.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down, grad_down_bias, scores)
-        del scaled, pair
+        if needs_adapters[2]:
+            differentiate(2, low, scaled, None)
+        if needs_adapters[3]:
+            differentiate(3, grad, narrow(scaled, down_a), True)
+        if needs_down or needs_down_bias:
+            grad_down = down.new_empty(down.shape)
+            grad_down_bias = torch.empty_like(down_bias) if needs_down_bias and down_bias is not None else None
+            pair = (scaled, grad) if layout.transposed else (grad, scaled)
+            gradients.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down, grad_down_bias, scores)
+            del pair
+        del scaled
+    low = None if grad_z is None or gate_up_b is None else narrow(grad_z, gate_up_b.mT)
     if needs_x and grad_z is not None:
         rows = grad.new_empty((z.shape[0], x.shape[1]))
-        products.product(grad_z, layout.gate_up.mT, None, where, block_rows, rows)
+        low_weight = None if gate_up_a is None else gate_up_a.mT
+        products.product(grad_z, layout.gate_up.mT, None, where, block_rows, rows, low, low_weight)
         grad_x = x.new_empty(x.shape)
         products.combine(rows, None, where, top_k, grad_x)
         del rows
+    if needs_adapters[0]:
+        differentiate(0, low, x, False)
+    if needs_adapters[1]:
+        differentiate(1, grad_z, narrow(x, gate_up_a, top_k=top_k), None)
     if grad_z is not None and (needs_gate_up or needs_gate_up_bias):
         grad_gate_up = gate_up.new_empty(gate_up.shape)
         grad_gate_up_bias = gate_up.new_empty((layout.num_experts, z.shape[1])) if needs_gate_up_bias else None
         pair = (x, grad_z) if layout.transposed else (grad_z, x)
         gradients.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up, grad_gate_up_bias, None)
-    found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias
+    found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias, *grads
     return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
 
 
@@ -291,34 +339,38 @@ class _ExpertsFunction(torch.autograd.Function):
         gate: Gate,
         interleaved: bool,
         transposed: bool,
+        *adapters: Tensor | None,
     ) -> Tensor:
         settings = *gate, interleaved, transposed
-        y, z, *places = _forward(x, gate_up, down, index, scores, gate_up_bias, down_bias, *settings, True)
-        ctx.save_for_backward(x, gate_up, down, index, scores, down_bias, z, *places)
+        y, z, *places = _forward(
+            x, gate_up, down, index, scores, gate_up_bias, down_bias, list(adapters), *settings, True
+        )
+        ctx.save_for_backward(x, gate_up, down, index, scores, down_bias, *adapters, z, *places)
         ctx.settings = settings
         return y
 
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6)]
-        (*inputs, z, offsets, pairs, rows, starts, experts), overwrite = backend.take_saved_tensors(ctx, own=6)
+        needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6, 10, 11, 12, 13)]
+        (*inputs, z, offsets, pairs, rows, starts, experts), overwrite = backend.take_saved_tensors(ctx, own=10)
         places = [offsets, pairs, rows, starts, experts]
         grad = backend.as_rows(grad, grad.shape[-1])
         compute = _backward_in_place if overwrite else _backward
-        gradients = compute(grad, *inputs, z.detach(), places, *ctx.settings, needs)
-        x, gate_up, down, scores, gate_up_bias, down_bias = backend.spread(gradients, needs)
-        return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None
+        gradients = compute(grad, *inputs[:6], inputs[6:], z.detach(), places, *ctx.settings, needs)
+        x, gate_up, down, scores, gate_up_bias, down_bias, *adapters = backend.spread(gradients, needs)
+        return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None, *adapters
 
 
 def _compute(*args: Any) -> Tensor:
-    x, gate_up, down, index, scores, gate_up_bias, down_bias, gate, interleaved, transposed = args
+    x, gate_up, down, index, scores, gate_up_bias, down_bias, gate, interleaved, transposed, *adapters = args
     if not backend.runs_on_triton(x) or x.numel() == 0 or index.numel() == 0:
         return experts_reference(*args)
-    tensors = x, gate_up, down, scores, gate_up_bias, down_bias
+    tensors = x, gate_up, down, scores, gate_up_bias, down_bias, *adapters
     if backend.needs_graph(*tensors):
         return _ExpertsFunction.apply(*args)
-    (y,) = _forward(x, gate_up, down, index, scores, gate_up_bias, down_bias, *gate, interleaved, transposed, False)
+    settings = *gate, interleaved, transposed
+    (y,) = _forward(x, gate_up, down, index, scores, gate_up_bias, down_bias, adapters, *settings, False)
     return y
 
 
@@ -338,6 +390,8 @@ def moe_experts(
     limit_output: bool = False,
     interleaved: bool = False,
     transposed: bool = False,
+    gate_up_adapter: tuple[Tensor, Tensor] | None = None,
+    down_adapter: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Returns the sum over each token's experts of ``top_k_weights`` times a gated MLP with that expert's weights.
 
@@ -360,6 +414,9 @@ def moe_experts(
         interleaved: The gate has the even features, up the odd ones.
         transposed: The weights are ``[num_experts, hidden_size, 2 * intermediate_size]`` and ``[num_experts,
             intermediate_size, hidden_size]``.
+        gate_up_adapter, down_adapter: Low-rank updates of the weights, ``(a, b)`` of ``[num_experts, rank, input
+            features]`` and ``[num_experts, output features, rank]``: what is multiplied with an expert's weight is also
+            with ``b @ a``, in two products. No tensor of the weights' size is made for them.
 
     Returns:
         ``[..., hidden_size]`` in the dtype of ``x``.
@@ -381,13 +438,16 @@ def moe_experts(
     check_tensor("top_k_index", top_k_index)
     _check_shapes(x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, transposed)
     check_same_device("x", x, top_k_index=top_k_index, **tensors, **biases)
+    adapters = _check_adapter("gate_up_adapter", gate_up_adapter, gate_up, transposed)
+    adapters += _check_adapter("down_adapter", down_adapter, down, transposed)
     dtype = backend.autocast_dtype(x.device.type) or gate_up.dtype
     rows = backend.as_rows(x, x.shape[-1])
     index = top_k_index.reshape(-1, top_k_index.shape[-1])
     cast = [None if each is None else each.to(dtype) for each in (rows, gate_up, down, gate_up_bias, down_bias)]
     cast[3:] = [None if each is None else each.contiguous() for each in cast[3:]]
     scores = top_k_weights.reshape(index.shape).contiguous()
-    y = _compute(*cast[:3], index.contiguous(), scores, *cast[3:], gate, interleaved, transposed)
+    low = [None if each is None else each.to(dtype).contiguous() for each in adapters]
+    y = _compute(*cast[:3], index.contiguous(), scores, *cast[3:], gate, interleaved, transposed, *low)
     return y.to(x.dtype).view(x.shape)
 
 
@@ -421,3 +481,18 @@ def _check_shapes(
     if index.dtype != torch.int64 or index.shape[:-1] != x.shape[:-1] or index.dim() != x.dim():
         raise wrong_value("top_k_index", f"an int64 tensor of [{', '.join(map(str, x.shape[:-1]))}, top_k]", index)
     check_shape("top_k_weights", weights, index.shape, "top_k_index's")
+
+
+def _check_adapter(name: str, adapter: Any, weight: Tensor, transposed: bool) -> list[Tensor | None]:
+    if adapter is None:
+        return [None, None]
+    if not isinstance(adapter, tuple | list) or len(adapter) != 2:
+        raise wrong_type(name, "a pair of tensors or None", adapter)
+    for number, tensor in enumerate(adapter):
+        check_floating(f"{name}[{number}]", tensor)
+        check_same_device("x", weight, **{f"{name}[{number}]": tensor})
+    num_experts, num_outputs, num_inputs = weight.mT.shape if transposed else weight.shape
+    rank = max(1, adapter[0].shape[1]) if adapter[0].dim() == 3 else 1
+    check_shape(f"{name}[0]", adapter[0], (num_experts, rank, num_inputs), "the weight's")
+    check_shape(f"{name}[1]", adapter[1], (num_experts, num_outputs, rank), "the weight's and the rank's")
+    return list(adapter)

@@ -14,7 +14,9 @@ from liger_ops.moe.tiles import (
     find_tile,
     fit,
     halve,
+    low_rank,
     multiply,
+    multiply_low,
     precision_of,
     shape_of,
     split_pairs,
@@ -73,6 +75,8 @@ def _gate_gradients(
 def _gate_backward_kernel(
     grad_ptr,  # [num_tokens, hidden_size], of the output
     weight_ptr,  # [num_experts, hidden_size, width], down
+    low_ptr,  # [num_pairs, rank] and
+    low_weight_ptr,  # [num_experts, width, rank], whose product is added; or None
     z_ptr,  # [num_pairs, width or 2 * width]
     scores_ptr,  # [num_pairs], top_k_weights
     grad_z_ptr,  # as z, may be z; or None
@@ -91,6 +95,7 @@ def _gate_backward_kernel(
     expert_stride,
     column_stride,
     term_stride,
+    low_sizes,
     limit,
     alpha,
     up_offset,
@@ -102,6 +107,7 @@ def _gate_backward_kernel(
     NUM_PARTS: tl.constexpr,  # 1 or 2
     BLOCK_TERMS: tl.constexpr,
     EVEN: tl.constexpr,
+    LOW_TERMS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -116,8 +122,9 @@ def _gate_backward_kernel(
     pairs = tl.load(pair_ptr + rows, mask=inside, other=0)
     row_ptrs = grad_ptr + (pairs // top_k).to(tl.int64) * row_stride
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    grad_a = multiply_low(low_ptr, low_weight_ptr, expert, rows, end, columns, width, low_sizes, LOW_TERMS, PRECISION)
     grad_a = multiply(
-        row_ptrs, weight_ptr + expert.to(tl.int64) * expert_stride, columns, width, hidden_size,
+        grad_a, row_ptrs, weight_ptr + expert.to(tl.int64) * expert_stride, columns, width, hidden_size,
         column_stride, term_stride, BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
     )  # fmt: skip
     scores = tl.load(scores_ptr + pairs, mask=inside, other=0.0).to(tl.float32)
@@ -153,7 +160,8 @@ def _weight_gradient_kernel(
     right_stride,
     num_output_blocks,
     num_input_blocks,
-    LEFT_GATHERED: tl.constexpr,  # whether left has the rows of tokens, or else right
+    LEFT_GATHERED: tl.constexpr,  # whether left has the rows of tokens
+    RIGHT_GATHERED: tl.constexpr,
     LEFT_BIAS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
@@ -183,7 +191,7 @@ def _weight_gradient_kernel(
             scores = tl.load(scores_ptr + pairs, mask=inside, other=0.0).to(tl.float32)
         pairs = tl.load(pair_ptr + rows + BLOCK_TERMS, mask=rows + BLOCK_TERMS < end, other=0)
         left_rows = tokens if LEFT_GATHERED else rows.to(tl.int64)
-        right_rows = rows.to(tl.int64) if LEFT_GATHERED else tokens
+        right_rows = tokens if RIGHT_GATHERED else rows.to(tl.int64)
         left = tl.load(
             left_ptr + left_rows[:, None] * left_stride + outputs[None, :],
             mask=inside[:, None] & (outputs < num_outputs)[None, :],
@@ -242,11 +250,13 @@ def gate_backward(
     grad_z: Tensor | None,
     scaled: Tensor | None,
     grad_scores: Tensor,
+    low: Tensor | None = None,
+    low_weight: Tensor | None = None,
 ) -> None:
     """Writes the gradients of z, the scaled products of gate and up, and the gradients of scores ``[tokens, top_k]``.
 
     ``grad`` is the output's ``[num_tokens, hidden_size]``, ``weight`` a view ``[num_experts, width, hidden_size]`` of
-    down.
+    down. ``low`` and ``low_weight``: see :func:`~liger_ops.moe.products.product`.
     """
     width, hidden_size = weight.shape[1:]
     shared_bytes = backend.hardware(grad.device).ahead_bytes
@@ -275,6 +285,7 @@ def gate_backward(
         NUM_PARTS=2 if blocks.columns >= 64 else 1,
         **tiles_of(index),
         **gate.constants,
+        **low_rank(low, low_weight),
         **shape,
     )
     _score_gradient_kernel.launch(
@@ -294,12 +305,12 @@ def weight_gradient(
     right: Tensor,
     index: Index,
     top_k: int,
-    left_gathered: bool,
+    left_gathered: bool | None,
     grad: Tensor,
     grad_bias: Tensor | None,
     scores: Tensor | None,
 ) -> None:
-    """Writes ``left.T @ right`` over the rows of each expert, one of which has the rows of tokens.
+    """Writes ``left.T @ right`` over the rows of each expert, one of which has the rows of tokens, or none for None.
 
     ``grad`` is ``[num_experts, columns of left, columns of right]``, ``grad_bias`` the sums of the rows of the one
     whose columns it has, times scores.
@@ -331,7 +342,8 @@ def weight_gradient(
         right_stride=right.stride(0),
         num_output_blocks=num_output_blocks,
         num_input_blocks=num_input_blocks,
-        LEFT_GATHERED=left_gathered,
+        LEFT_GATHERED=left_gathered is True,
+        RIGHT_GATHERED=left_gathered is False,
         LEFT_BIAS=left_bias,
         BLOCK_OUTPUTS=block_outputs,
         BLOCK_INPUTS=block_inputs,

@@ -5,13 +5,25 @@ are computed and not stored; they never mix with others, except in gradients of 
 Weights come with the strides of their dimensions ``(expert, output feature, input feature)``, in any layout.
 """
 
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.moe.gate import Gate, gate_values
 from liger_ops.moe.index import Index
-from liger_ops.moe.tiles import choose_blocks, find_tile, multiply, multiply_both, shape_of, split_pairs, tiles_of
+from liger_ops.moe.tiles import (
+    choose_blocks,
+    find_tile,
+    low_rank,
+    multiply,
+    multiply_both,
+    multiply_low,
+    shape_of,
+    split_pairs,
+    tiles_of,
+)
 
 
 @backend.Kernel
@@ -19,6 +31,8 @@ def _gate_up_kernel(
     x_ptr,  # [num_tokens, hidden_size]
     weight_ptr,  # [num_experts, width or 2 * width, hidden_size]
     bias_ptr,  # [num_experts, width or 2 * width] or None
+    low_ptr,  # [num_pairs, rank] and
+    low_weight_ptr,  # [num_experts, width or 2 * width, rank], whose product is added; or None
     z_ptr,  # [num_pairs, width or 2 * width] in the order of the weight, or None
     a_ptr,  # [num_pairs, width]
     pair_ptr,  # pair of each row
@@ -34,6 +48,7 @@ def _gate_up_kernel(
     expert_stride,
     output_stride,
     input_stride,
+    low_sizes,
     limit,
     alpha,
     up_offset,
@@ -44,6 +59,7 @@ def _gate_up_kernel(
     BLOCK_COLUMNS: tl.constexpr,  # of a
     BLOCK_TERMS: tl.constexpr,
     EVEN: tl.constexpr,
+    LOW_TERMS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -69,8 +85,13 @@ def _gate_up_kernel(
         bias += expert.to(tl.int64) * z_width
     long_rows = rows.to(tl.int64)
     if GATED == 1:
+        gate = multiply_low(low_ptr, low_weight_ptr, expert, rows, end, columns, width, low_sizes, LOW_TERMS, PRECISION)
+        low_up_ptr = low_weight_ptr
+        if low_ptr is not None:
+            low_up_ptr += width * low_sizes[2]
+        up = multiply_low(low_ptr, low_up_ptr, expert, rows, end, columns, width, low_sizes, LOW_TERMS, PRECISION)
         gate, up = multiply_both(
-            row_ptrs, weight, width * output_stride, columns, width, hidden_size, output_stride, input_stride,
+            gate, up, row_ptrs, weight, width * output_stride, columns, width, hidden_size, output_stride, input_stride,
             BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
         )  # fmt: skip
         if bias_ptr is not None:
@@ -84,8 +105,11 @@ def _gate_up_kernel(
     else:
         PARTS: tl.constexpr = 2 if GATED == 2 else 1
         all_columns = block * BLOCK_COLUMNS * PARTS + tl.arange(0, BLOCK_COLUMNS * PARTS)
+        z = multiply_low(
+            low_ptr, low_weight_ptr, expert, rows, end, all_columns, z_width, low_sizes, LOW_TERMS, PRECISION
+        )
         z = multiply(
-            row_ptrs, weight, all_columns, z_width, hidden_size, output_stride, input_stride,
+            z, row_ptrs, weight, all_columns, z_width, hidden_size, output_stride, input_stride,
             BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
         )  # fmt: skip
         if bias_ptr is not None:
@@ -104,24 +128,31 @@ def _gate_up_kernel(
 
 @backend.Kernel
 def _product_kernel(
-    left_ptr,  # [num_pairs, num_terms], contiguous
+    left_ptr,  # [num_pairs, num_terms], or [num_tokens, num_terms] with pairs
     weight_ptr,  # [num_experts, num_columns, num_terms]
     bias_ptr,  # [num_experts, num_columns] or None
+    low_ptr,  # [num_pairs, rank] and
+    low_weight_ptr,  # [num_experts, num_columns, rank], whose product is added; or None
     y_ptr,  # [num_pairs, num_columns]
+    pair_ptr,  # pair of each row, or None
     offsets_ptr,
     tile_starts_ptr,
     tile_experts_ptr,
+    top_k,
     num_experts,
     num_blocks,
     num_columns,
     num_terms,
+    row_stride,
     expert_stride,
     column_stride,
     term_stride,
+    low_sizes,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_TERMS: tl.constexpr,
     EVEN: tl.constexpr,
+    LOW_TERMS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -133,10 +164,13 @@ def _product_kernel(
         return
     rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    row_ptrs = left_ptr + tl.minimum(rows, end - 1) * num_terms
+    left_rows = tl.minimum(rows, end - 1)
+    if pair_ptr is not None:
+        left_rows = (tl.load(pair_ptr + left_rows) // top_k).to(tl.int64)
+    y = multiply_low(low_ptr, low_weight_ptr, expert, rows, end, columns, num_columns, low_sizes, LOW_TERMS, PRECISION)
     y = multiply(
-        row_ptrs, weight_ptr + expert.to(tl.int64) * expert_stride, columns, num_columns, num_terms,
-        column_stride, term_stride, BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
+        y, left_ptr + left_rows * row_stride, weight_ptr + expert.to(tl.int64) * expert_stride, columns, num_columns,
+        num_terms, column_stride, term_stride, BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
     )  # fmt: skip
     if bias_ptr is not None:
         bias = bias_ptr + expert.to(tl.int64) * num_columns + columns
@@ -183,11 +217,13 @@ def gate_up(
     gated: int,
     z: Tensor | None,
     a: Tensor,
+    low: Tensor | None = None,
+    low_weight: Tensor | None = None,
 ) -> None:
     """Writes the products with gate and up ``z`` (if not None) and ``a``, the activation's output.
 
     ``weight`` is a view ``[num_experts, width or 2 * width, hidden_size]`` of any strides. ``gated`` is 0 without up,
-    1 with up after the gate, 2 with up in odd features.
+    1 with up after the gate, 2 with up in odd features. ``low`` and ``low_weight``: see :func:`product`.
     """
     width, hidden_size = a.shape[1], x.shape[1]
     shared_bytes = backend.hardware(x.device).ahead_bytes
@@ -212,12 +248,27 @@ def gate_up(
         GATED=gated,
         **tiles_of(index),
         **gate.constants,
+        **low_rank(low, low_weight),
         **shape,
     )
 
 
-def product(left: Tensor, weight: Tensor, bias: Tensor | None, index: Index, block_rows: int, y: Tensor) -> None:
-    """Writes ``left @ weight[expert].T + bias[expert]`` of each row; ``weight`` is a view of any strides."""
+def product(
+    left: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Index,
+    block_rows: int,
+    y: Tensor,
+    low: Tensor | None = None,
+    low_weight: Tensor | None = None,
+    top_k: int | None = None,
+) -> None:
+    """Writes ``left @ weight[expert].T + low @ low_weight[expert].T + bias[expert]`` of each row.
+
+    ``weight`` is a view of any strides. ``low`` is ``[num_pairs, rank]``, ``low_weight`` of ``[num_experts, columns,
+    rank]``. With ``top_k``, ``left`` has the rows of tokens.
+    """
     num_columns, num_terms = weight.shape[1:]
     shared_bytes = backend.hardware(left.device).ahead_bytes
     blocks = choose_blocks(num_columns, num_terms, left.dtype, block_rows, True, shared_bytes)
@@ -228,15 +279,28 @@ def product(left: Tensor, weight: Tensor, bias: Tensor | None, index: Index, blo
         weight_ptr=weight,
         bias_ptr=bias,
         y_ptr=y,
+        pair_ptr=None if top_k is None else index.pair_of_row,
+        top_k=top_k or 1,
         num_experts=weight.shape[0],
         num_columns=num_columns,
         num_terms=num_terms,
+        row_stride=left.stride(0),
         expert_stride=weight.stride(0),
         column_stride=weight.stride(1),
         term_stride=weight.stride(2),
         **tiles_of(index),
+        **low_rank(low, low_weight),
         **shape,
     )
+
+
+def narrow(left: Tensor, weight: Tensor | None, index: Index, block_rows: int, top_k: int | None = None) -> Any:
+    """The product with a weight of few columns, for ``low`` of another product; None without a weight."""
+    if weight is None:
+        return None
+    y = left.new_empty((index.pair_of_row.numel(), weight.shape[1]))
+    product(left, weight, None, index, block_rows, y, top_k=top_k)
+    return y
 
 
 def combine(rows: Tensor, scores: Tensor | None, index: Index, top_k: int, y: Tensor) -> None:

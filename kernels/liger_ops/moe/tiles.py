@@ -74,6 +74,13 @@ def tiles_of(index: Index) -> dict[str, Tensor]:
     }
 
 
+def low_rank(left: Tensor | None, weight: Tensor | None) -> dict[str, Any]:
+    """A product for a kernel to begin its sums with: of ``[num_pairs, rank]`` with ``[num_experts, columns, rank]``."""
+    sizes = (1, 1, 1, 1) if weight is None else (weight.shape[2], *weight.stride())
+    terms = min(max(16, backend.next_power_of_2(sizes[0])), 32)
+    return {"low_ptr": left, "low_weight_ptr": weight, "low_sizes": sizes, "LOW_TERMS": terms}
+
+
 def shape_of(blocks: Blocks, num_columns: int, num_terms: int, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "num_blocks": -(-num_columns // blocks.columns),
@@ -111,6 +118,7 @@ def find_tile(offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_b
 
 @triton.jit
 def multiply(
+    total,  # [BLOCK_ROWS, BLOCK_COLUMNS], what is added to
     row_ptrs,  # [BLOCK_ROWS], addresses of rows
     weight_ptr,  # of the expert
     columns,
@@ -123,10 +131,9 @@ def multiply(
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``rows @ weight.T`` in float32."""
+    """``total + rows @ weight.T`` in float32."""
     terms = tl.arange(0, BLOCK_TERMS)
     places = columns[None, :] * column_stride + terms[:, None] * term_stride
-    total = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
     for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
         left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
         if EVEN:
@@ -143,16 +150,32 @@ def multiply(
 
 
 @triton.jit
+def multiply_low(
+    low_ptr, low_weight_ptr, expert, rows, end, columns, num_columns, sizes, TERMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the sums of a tile begin with: the product of ``low_rank``, or 0."""
+    total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    if low_ptr is not None:
+        rank, expert_stride, column_stride, term_stride = sizes
+        row_ptrs = low_ptr + tl.minimum(rows, end - 1).to(tl.int64) * rank
+        weight_ptr = low_weight_ptr + expert.to(tl.int64) * expert_stride
+        total = multiply(
+            total, row_ptrs, weight_ptr, columns, num_columns, rank, column_stride, term_stride, TERMS, False, 1,
+            PRECISION,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
 def multiply_both(
-    row_ptrs, weight_ptr, up_offset, columns, num_columns, num_terms, column_stride, term_stride,
+    gate, up, row_ptrs, weight_ptr, up_offset, columns, num_columns, num_terms, column_stride, term_stride,
     BLOCK_TERMS: tl.constexpr, EVEN: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same by gate and up, whose weight begins ``up_offset`` elements after the gate's; rows are read once."""
     terms = tl.arange(0, BLOCK_TERMS)
     places = columns[None, :] * column_stride + terms[:, None] * term_stride
     up_ptr = weight_ptr + up_offset
-    gate = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
-    up = tl.zeros((row_ptrs.shape[0], columns.shape[0]), tl.float32)
     for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
         left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
         if EVEN:

@@ -1,5 +1,6 @@
 """Rules that recognize modules by structure, not by name, and propose replacements for them."""
 
+from lightning_liger.patching.rules.adapters import AdapterRule
 from lightning_liger.patching.rules.base import Patched, Replacement, Rule
 from lightning_liger.patching.rules.experts import ExpertsRule
 from lightning_liger.patching.rules.gated_mlp import MLPReplacement, MLPRule
@@ -9,10 +10,12 @@ from lightning_liger.patching.rules.norm import NormRule
 from lightning_liger.patching.rules.rotary import RotaryRule
 
 RULES: tuple[Rule, ...] = (NormRule(), RotaryRule(), MLPRule(), ExpertsRule())
-"""Rules for the modules inside a model; :class:`HeadRule` applies to the model's output embeddings only."""
+"""Rules for the modules inside a model; :class:`HeadRule` applies to the model's output embeddings only, and
+:class:`AdapterRule` needs to know what they replace."""
 
 __all__ = [
     "RULES",
+    "AdapterRule",
     "HeadRule",
     "MLPReplacement",
     "Patched",

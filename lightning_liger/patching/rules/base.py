@@ -98,18 +98,25 @@ def takes_one_tensor(module: nn.Module) -> bool:
 
 
 def forward_of_tensors(
-    original: type[nn.Module], function: Callable[..., Tensor], num_tensors: int = 1
+    original: type[nn.Module],
+    function: Callable[..., Tensor],
+    num_tensors: int = 1,
+    otherwise: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """A forward that calls ``function`` if it gets just so many first arguments, and ``original``'s otherwise."""
+    """A forward that calls ``function`` if it gets just so many first arguments, ``original``'s forward otherwise.
+
+    ``otherwise`` is called in place of that forward.
+    """
+    other = otherwise or original.forward
     names = list(inspect.signature(original.forward).parameters)[1 : 1 + num_tensors]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) != num_tensors or kwargs.keys() != {*names[len(args) :]}:
-            return original.forward(self, *args, **kwargs)
+            return other(self, *args, **kwargs)
         tensors = (*args, *(kwargs[name] for name in names[len(args) :]))
         if any(each is None or isinstance(each, DTensor) for each in tensors):  # the fused ops have no sharding rules
-            return original.forward(self, *tensors)
+            return other(self, *tensors)
         return function(self, *tensors)
 
     return forward
@@ -126,6 +133,8 @@ def probe_of(module: nn.Module, **replaced: Any) -> Any:
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
+            if name in replaced:  # which was removed, as parametrizations do
+                raise
             value = getattr(module, name)
             is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             return value.clone() if is_buffer else value

@@ -9,9 +9,11 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +37,28 @@ _SCALES = (1.0, 30.0)
 """Of inputs; large values show limits."""
 _INDEX = torch.tensor([[0, 1], [3, 1], [1, 1], [4, 0], [0, 6], [1, 5], [3, 4]])
 """Experts of tokens: one has none, one occurs twice in a token; the last two are there where experts may be none."""
+_adapted: ContextVar[tuple[tuple[nn.Module, Any], ...]] = ContextVar("adapted", default=())
+
+
+@contextmanager
+def adapted(experts: nn.Module, adapter: Any) -> Iterator[None]:
+    """Has the forward of ``experts`` inside add the update of an adapter of peft to one of its weights."""
+    token = _adapted.set((*_adapted.get(), (experts, adapter)))
+    try:
+        yield
+    finally:
+        _adapted.reset(token)
+
+
+def _adapters_of(experts: nn.Module) -> list[Any]:
+    return [adapter for module, adapter in _adapted.get() if module is experts]
 
 
 @dataclass(frozen=True)
 class ExpertsReplacement(Replacement):
     """Names of the parameters, and the options of :func:`liger_ops.moe_experts`."""
 
+    num_tensors: ClassVar[int] = 3
     gate_up: str
     down: str
     gate_up_bias: str | None
@@ -67,20 +85,30 @@ class ExpertsReplacement(Replacement):
         return ", ".join(parts)
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        def run(module: nn.Module, *tensors: Tensor) -> Tensor:
-            return self._run(module, *tensors) if self._applies(module) else original.forward(module, *tensors)
+        def run(module: nn.Module, *tensors: Tensor) -> Any:
+            return self.run(module, *tensors) if self._applies(module, *tensors) else run_original(module, *tensors)
 
-        return {"forward": forward_of_tensors(original, run, num_tensors=3)}
+        def run_original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                for adapter in _adapters_of(module):  # as peft does it: its weight includes the update
+                    stack.enter_context(adapter.liger_original._activate_lora(adapter, adapter.active_adapters))
+                return original.forward(module, *args, **kwargs)
 
-    def _applies(self, module: nn.Module) -> bool:
+        return {"forward": forward_of_tensors(original, run, self.num_tensors, run_original)}
+
+    def _applies(self, module: nn.Module, *tensors: Tensor) -> bool:
         weights = [getattr(module, name) for name in (self.gate_up, self.down)]
+        for adapter in _adapters_of(module):
+            weights += [*adapter.lora_A.parameters(), *adapter.lora_B.parameters()]
         is_plain = all(type(each) in (Tensor, nn.Parameter) for each in weights)
         if not is_plain or any(has_hooks(child) for child in module.children()):
             return False
         # The reference for CPUs asks for numbers, which cannot be compiled.
         return weights[0].is_cuda or not torch.compiler.is_compiling()
 
-    def _run(self, module: nn.Module, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def run(self, module: nn.Module, *tensors: Tensor) -> Tensor:
+        """What the module computes."""
+        x, index, weights = tensors
         biases = [None if name is None else getattr(module, name) for name in (self.gate_up_bias, self.down_bias)]
         gate_up, down = getattr(module, self.gate_up), getattr(module, self.down)
         num_experts = down.shape[0]
@@ -99,10 +127,26 @@ class ExpertsReplacement(Replacement):
             limit_output=self.limit_output,
             interleaved=self.interleaved,
             transposed=self.transposed,
+            gate_up_adapter=self._adapter(module, self.gate_up, num_experts),
+            down_adapter=self._adapter(module, self.down, num_experts),
         )
         if not self.has_identity:
             return y
         return y + (x * weights.where(index >= num_experts, 0.0).sum(-1, keepdim=True)).to(y.dtype)
+
+    def _adapter(self, module: nn.Module, name: str, num_experts: int) -> tuple[Tensor, Tensor] | None:
+        """The updates of a weight by all its active adapters: as one, of the sum of their ranks."""
+        ours = [each for each in _adapters_of(module) if each.parameter_name == name]
+        found = [
+            each.get_delta_factors(active) for each in ours for active in each.active_adapters if active in each.lora_A
+        ]
+        if not found:
+            return None
+        factors = [
+            (left.mT, right.mT, scale) if self.transposed else (right, left, scale) for left, right, scale in found
+        ]
+        a, b = torch.cat([a for a, _, _ in factors], dim=1), torch.cat([b * scale for _, b, scale in factors], dim=2)
+        return a[:num_experts], b[:num_experts]
 
     def verify(self, module: nn.Module) -> float:
         # On the CPU first, so that a GPU compiles kernels for the candidate that fits only.
@@ -111,14 +155,20 @@ class ExpertsReplacement(Replacement):
         return self._compare(module, Randoms(module), own_dtype(module), 1.0)
 
     def _compare(self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float) -> float:
+        probe, tensors = self.small_call(module, random, dtype, scale)
+        leaves = [each for each in (*tensors, *probe.parameters(recurse=False)) if each.requires_grad]
+        return compare(partial(probe.forward, *tensors), partial(self.run, probe, *tensors), leaves)
+
+    def small_call(
+        self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float
+    ) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """A small copy of the module, and arguments for it."""
         probe = _small_copy(module, self, random, dtype)
         x = random(
             len(_INDEX), getattr(probe, self.down).shape[-1 if self.transposed else -2], dtype=dtype, scale=scale
         )
-        weights = random(*_INDEX.shape, dtype=dtype)
         index = _INDEX.to(random.device).clamp(max=getattr(probe, self.gate_up).shape[0] - 1)
-        leaves = (x, weights, *probe.parameters(recurse=False))
-        return compare(partial(probe.forward, x, index, weights), partial(self._run, probe, x, index, weights), leaves)
+        return probe, (x, index, random(*_INDEX.shape, dtype=dtype))
 
 
 def _small_copy(module: nn.Module, replacement: ExpertsReplacement, random: Randoms, dtype: torch.dtype) -> Any:
@@ -162,32 +212,32 @@ class AllTokensReplacement(ExpertsReplacement):
     activations are 0 at 0.
     """
 
+    num_tensors: ClassVar[int] = 1
+
     @property
     def description(self) -> str:
         return f"{super().description}, tokens that are not 0"
 
-    def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        def run(module: nn.Module, x: Tensor) -> Tensor:
-            fits = x.dim() == 2 and x.shape[0] % getattr(module, self.down).shape[0] == 0
-            if not fits or not self._applies(module):
-                return original.forward(module, x)
-            return self._run_all(module, x)
+    def _applies(self, module: nn.Module, *tensors: Tensor) -> bool:
+        (x,) = tensors
+        fits = x.dim() == 2 and x.shape[0] % getattr(module, self.down).shape[0] == 0
+        return fits and super()._applies(module)
 
-        return {"forward": forward_of_tensors(original, run)}
-
-    def _run_all(self, module: nn.Module, x: Tensor) -> Tensor:
+    def run(self, module: nn.Module, *tensors: Tensor) -> Tensor:
+        (x,) = tensors
         num_experts = getattr(module, self.down).shape[0]
         expert = torch.arange(num_experts, device=x.device).repeat_interleave(x.shape[0] // num_experts)
         index = torch.where((x != 0).any(-1), expert, -1).unsqueeze(-1)
-        return self._run(module, x, index, torch.ones_like(index, dtype=x.dtype))
+        return super().run(module, x, index, torch.ones_like(index, dtype=x.dtype))
 
-    def _compare(self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float) -> float:
+    def small_call(
+        self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float
+    ) -> tuple[nn.Module, tuple[Tensor, ...]]:
         probe = _small_copy(module, self, random, dtype)
         down = getattr(probe, self.down)
         x = random(4 * down.shape[0], down.shape[-1 if self.transposed else -2], dtype=dtype, scale=scale)
-        x = x.detach().masked_fill(torch.arange(len(x), device=x.device)[:, None] % 3 == 0, 0.0).requires_grad_()
-        leaves = (x, *probe.parameters(recurse=False))
-        return compare(partial(probe.forward, x), partial(self._run_all, probe, x), leaves)
+        is_zero = torch.arange(len(x), device=x.device)[:, None] % 3 == 0
+        return probe, (x.detach().masked_fill(is_zero, 0.0).requires_grad_(),)
 
 
 class ExpertsRule(Rule):

@@ -13,7 +13,8 @@ from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.gate import Gate
 from tests.liger_ops.accuracy import assert_as_accurate, few
 
-NAMES = ("x", "gate_up", "down", "top_k_weights", "gate_up_bias", "down_bias")
+ADAPTERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+NAMES = ("x", "gate_up", "down", "top_k_weights", "gate_up_bias", "down_bias", *ADAPTERS)
 GATES = (
     Gate(),
     Gate("gelu"),
@@ -40,15 +41,20 @@ def make(draw: dict[str, Any], device: torch.device) -> tuple[list[Tensor | None
     }
     if draw["transposed"]:
         shapes |= {name: (num_experts, *shapes[name][:0:-1]) for name in ("gate_up", "down")}
+    sizes = hidden_size, (1 + gated) * width, width, hidden_size
+    for place, (name, size) in enumerate(zip(ADAPTERS, sizes, strict=True)):
+        rank = draw["ranks"][place // 2]
+        shapes[name] = (num_experts, size, rank) if place % 2 else (num_experts, rank, size)
     tensors: list[Tensor | None] = []
     for name, shape in shapes.items():
-        tensor = torch.randn(shape, generator=generator) * (0.4 if name in ("gate_up", "down") else 1.0)
+        tensor = torch.randn(shape, generator=generator) * (0.4 if len(shape) == 3 else 1.0)
         if name == "top_k_weights":
             tensor[:, ::3] = 0.0
             tensor = tensor.to(draw["score_dtype"])
         else:
             tensor = tensor.to(draw["dtype"])
-        tensors.append(None if name.endswith("bias") and not draw["bias"] else tensor.to(device))
+        is_left_out = not tensor.numel() or (name.endswith("bias") and not draw["bias"])
+        tensors.append(None if is_left_out else tensor.to(device))
     if draw["routing"] == "one":
         index = torch.full((num_tokens, top_k), num_experts - 1)
     else:
@@ -65,19 +71,24 @@ def make(draw: dict[str, Any], device: torch.device) -> tuple[list[Tensor | None
 
 
 def plain_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, gate_up_bias: Any, down_bias: Any, index: Tensor,
-    interleaved: bool, transposed: bool, **gate: Any,
+    x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, gate_up_bias: Any, down_bias: Any, gate_up_a: Any,
+    gate_up_b: Any, down_a: Any, down_b: Any, index: Tensor, interleaved: bool, transposed: bool, **gate: Any,
 ) -> Tensor:  # fmt: skip
     """Every expert on every token, in the dtype of ``x``."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Any, a: Any, b: Any) -> Tensor:
+        y = F.linear(x, weight[expert], None if bias is None else bias[expert])
+        return y if a is None else y + F.linear(F.linear(x, a[expert]), b[expert])
+
     gate_up, down = (each.mT if transposed else each for each in (gate_up, down))
     y = torch.zeros_like(x)
     for expert in range(len(down)):
-        z = F.linear(x, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        z = linear(x, gate_up, gate_up_bias, gate_up_a, gate_up_b)
         if gate_up.shape[1] == down.shape[2]:
             a = activation(z, None, **gate)
         else:
             a = activation(*((z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, dim=1)), **gate)
-        rows = F.linear(a, down[expert], None if down_bias is None else down_bias[expert])
+        rows = linear(a, down, down_bias, down_a, down_b)
         y = y + (rows * torch.where(index == expert, scores, 0.0).sum(1, keepdim=True)).to(x.dtype)
     return y
 
@@ -99,8 +110,10 @@ def activation(
 
 
 def fused_experts(x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, *rest: Any, **options: Any) -> Tensor:
-    gate_up_bias, down_bias, index = rest
+    gate_up_bias, down_bias, *adapters, index = rest
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    for name, place in (("gate_up_adapter", 0), ("down_adapter", 2)):
+        options[name] = None if adapters[place] is None else tuple(adapters[place : place + 2])
     return moe_experts(x, gate_up, down, index, scores, **biases, **options)
 
 
@@ -115,6 +128,7 @@ def run(function: Any, tensors: list[Tensor | None], needs: list[bool], index: T
     return [y.detach(), *(torch.autograd.grad(y, used, grad) if used else ())]
 
 
+NEEDS = [True] * len(NAMES)
 DRAW = {
     "seed": st.integers(0, 999),
     "num_tokens": st.sampled_from([1, 2, 7, 40]),
@@ -129,12 +143,13 @@ DRAW = {
     "routing": st.sampled_from(["even", "uneven", "one", "elsewhere"]),
     "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     "score_dtype": st.sampled_from([torch.float32, torch.bfloat16]),
-    "needs": st.lists(st.booleans(), min_size=6, max_size=6).map(lambda needs: needs if any(needs) else [True] * 6),
+    "ranks": st.sampled_from([(0, 0), (1, 0), (0, 7), (16, 3), (5, 40)]),
+    "needs": st.lists(st.booleans(), min_size=10, max_size=10).map(lambda needs: needs if any(needs) else NEEDS),
 }
 
 
 @given(st.fixed_dictionaries(DRAW))
-@few(20)
+@few(24)
 def test_outputs_and_gradients_are_as_near_to_float64_as_plain_pytorch(
     device: torch.device, draw: dict[str, Any]
 ) -> None:
@@ -152,9 +167,8 @@ def test_outputs_and_gradients_are_as_near_to_float64_as_plain_pytorch(
 EVERYTHING = {
     "seed": 3, "num_tokens": 40, "num_experts": 6, "top_k": 3, "hidden_size": 24, "width": 20, "layout": "halves",
     "transposed": False, "bias": True, "gate": 0, "routing": "elsewhere", "dtype": torch.bfloat16,
-    "score_dtype": torch.float32,
+    "score_dtype": torch.float32, "ranks": (3, 5),
 }  # fmt: skip
-NEEDS = [True] * 6
 
 
 def test_results_do_not_depend_on_the_order_of_tokens_or_experts(device: torch.device) -> None:
@@ -164,14 +178,14 @@ def test_results_do_not_depend_on_the_order_of_tokens_or_experts(device: torch.d
 
     order = torch.randperm(len(index), generator=torch.Generator().manual_seed(0)).to(device)
     moved = [tensors[0][order], *tensors[1:3], tensors[3][order], *tensors[4:]]
-    assert torch.equal(run(fused_experts, moved, [False] * 6, index[order], **options)[0], found[0][order])
+    assert torch.equal(run(fused_experts, moved, [False] * len(NAMES), index[order], **options)[0], found[0][order])
 
     order = torch.randperm(6, generator=torch.Generator().manual_seed(0)).to(device)
     renamed = [each if place in (0, 3) else each[order] for place, each in enumerate(tensors)]
     inverse = order.argsort()
     is_used = (index >= 0) & (index < 6)
     other = run(fused_experts, renamed, NEEDS, inverse[index.clamp(0, 5)].where(is_used, index), **options)
-    expected = [each[order] if place in (2, 3, 5, 6) else each for place, each in enumerate(found)]
+    expected = [each if place in (0, 1, 4) else each[order] for place, each in enumerate(found)]
     if device.type == "cuda":
         torch.testing.assert_close(other, expected)
     assert all(map(torch.equal, other[2:4], expected[2:4]))
@@ -189,7 +203,7 @@ def test_what_is_lost_stays_with_its_token_and_experts(device: torch.device) -> 
     own = set(index[7].tolist())
     for grad in (grads[0], grads[1]):
         assert {expert for expert in range(6) if not grad[expert].isfinite().all()} == own
-    assert not any(grads[place][5].any() for place in (0, 1, 3, 4))
+    assert not any(grad[5].any() for place, grad in enumerate(grads) if place != 2)
 
 
 def test_pairs_without_an_expert_add_nothing_and_get_no_gradient(device: torch.device) -> None:
@@ -205,6 +219,29 @@ def test_pairs_without_an_expert_add_nothing_and_get_no_gradient(device: torch.d
     y, *grads = run(fused_experts, tensors, NEEDS, nothing, **options)
     assert not y.any()
     assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("device", ["kernel"], indirect=True)
+def test_adapters_of_frozen_weights_make_nothing_of_their_size(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, index, options = make(EVERYTHING | {"num_tokens": 6}, device)
+    sizes: list[int] = []
+    for owner, name in ((Tensor, "new_empty"), (torch, "empty_like"), (torch, "zeros_like"), (Tensor, "contiguous")):
+        own = getattr(owner, name)
+
+        def watched(*args: Any, own: Any = own, **kwargs: Any) -> Tensor:
+            made: Tensor = own(*args, **kwargs)
+            if not any(made is each for each in args):
+                sizes.append(made.numel())
+            return made
+
+        monkeypatch.setattr(owner, name, watched)
+    needs = [name in ("x", "top_k_weights", *ADAPTERS) for name in NAMES]
+    run(fused_experts, tensors, needs, index, **options)
+    assert max(sizes) < tensors[2].numel()
+    run(fused_experts, tensors, NEEDS, index, **options)
+    assert max(sizes) == tensors[1].numel()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])

@@ -110,6 +110,24 @@ def test_budgets_and_adapters():
     assert adapted.state_bytes["gradients"] == 2 * adapted.num_trained
 
 
+def test_adapters_of_experts_add_no_activation_of_their_weights_size():
+    pytest.importorskip("peft")
+    config = {**TINY, "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    plain, adapted = (
+        inspect_model("qwen3_moe", config=config, seq_len=32, lora={**lora, **others})
+        for others in ({}, {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]})
+    )
+    assert adapted.unknown is None
+    (before, after) = (found.rows[0].num_bytes["activations"] for found in (plain, adapted))
+    hidden_size = AutoConfig.for_model("qwen3_moe", **config).hidden_size
+    num_layers = AutoConfig.for_model("qwen3_moe", **config).num_hidden_layers
+    added = 2 * (adapted.num_trained - plain.num_trained)  # A and B in bfloat16
+    assert before < after <= before + 2 * added < before + num_layers * 64 * 64 * hidden_size * 2
+    assert {row.implementation for row in adapted.rows} == {"lightning-liger"}
+    assert any(note.startswith("memory of Hugging Face is unknown") for note in adapted.notes)
+
+
 def test_models_by_folder(tmp_path):
     AutoConfig.for_model("llama", **TINY).save_pretrained(tmp_path)
     assert find_config(str(tmp_path)).vocab_size == find_config(str(tmp_path / "config.json")).vocab_size == 500

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_liger import LazyLogits, apply_liger_kernels, divergence, lazy_logits, token_scores
 from tests.lightning_liger.patching.rules.comparing import assert_same_gradients
@@ -103,6 +105,56 @@ def test_scores_and_divergences_are_those_of_the_adapted_head_and_of_the_base_mo
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
     assert_same_gradients(model, patched)
     assert sum(counters.num_materialized for counters in head_counters(patched)) == 0
+
+
+class Allocations(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes, views of others left out."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [
+            [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in ((args, kwargs), result)
+        ]
+        given, made = ({leaf.untyped_storage().data_ptr(): leaf.numel() for leaf in each} for each in tensors)
+        self.largest = max(self.largest, *(made[place] for place in made.keys() - given.keys()), 0)
+        return result
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_train_the_same_without_a_tensor_of_their_weights_size(
+    model_type: str,
+) -> None:
+    sizes = {"num_experts": 24, "num_local_experts": 24, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = with_adapters(
+        model_type, {"target_modules": ["q_proj"], "target_parameters": names}, intermediate_size=32, **sizes
+    )
+    patched = copy.deepcopy(model)
+    entries = {entry.structure: entry for entry in apply_liger_kernels(patched).entries}
+    assert (entries["ParamWrapper"].count, entries["ParamWrapper"].reason) == (4, "")
+    losses: list[list[float]] = []
+    largest = []
+    for each in (model, patched):
+        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.05)
+        losses.append([])
+        with Allocations() as seen:
+            for seed in range(5):
+                loss = each(**tiny_batch(seed=seed)).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(loss.item())
+        largest.append(seen.largest)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert len({round(loss, 2) for loss in losses[0]}) == 5
+    assert largest[1] < 24 * 32 * 32 < 2 * 24 * 32 * 32 <= largest[0]
+    torch.testing.assert_close(patched.state_dict(), model.state_dict(), rtol=1e-3, atol=1e-4)
+    batch = {"input_ids": tiny_batch()["input_ids"]}
+    with torch.no_grad():
+        expected = patched(**batch).logits + 0
+        torch.testing.assert_close(patched.merge_and_unload()(**batch).logits + 0, expected, rtol=1e-3, atol=1e-3)
 
 
 def resized(model: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lightning_liger import LigerCausalLM, export_pretrained
 from lightning_liger.cli import main
 from lightning_liger.training.lora import needs_weights
-from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama
+from tests.lightning_liger.tiny import TINY_CONFIG, quiet_trainer, tiny_batch, tiny_llama, tiny_model
 
 pytest.importorskip("peft")
 pytestmark = [
@@ -77,12 +77,37 @@ def test_only_adapters_learn_and_training_resumes_and_is_exported(
         torch.testing.assert_close(exported["resumed"](input_ids=tiny_batch()["input_ids"]).logits, logits)
 
 
+def test_experts_learn_and_are_exported(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    base = tiny_model("qwen3_moe", **sizes)
+    base.save_pretrained(tmp_path / "base")
+    lora = {"r": 2, "alpha": 16, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    arguments = settings(tmp_path / "base", lora=lora)
+    module = LigerCausalLM(**arguments)
+    checkpoint = fit(module, tmp_path, 2)
+    assert any(type(each).__name__ == "LigerParamWrapper" for each in module.modules())
+    with torch.no_grad():
+        logits = module.model.eval()(input_ids=tiny_batch()["input_ids"]).logits + 0
+    names = {name for name in torch.load(checkpoint, weights_only=True)["state_dict"] if "lora_" in name}
+    prefix = "model.base_model.model.model.layers"
+    assert names == {
+        f"{prefix}.{layer}.mlp.experts.{inner}lora_{part}.default.weight"
+        for layer in (0, 1) for inner in ("", "base_layer.") for part in "AB"
+    }  # fmt: skip
+    export_pretrained(LigerCausalLM(**arguments), checkpoint, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(exported(input_ids=tiny_batch()["input_ids"]).logits, logits, rtol=1e-4, atol=1e-4)
+    changed = {name for name, value in base.state_dict().items() if not torch.equal(value, exported.state_dict()[name])}
+    assert changed == {name for name in base.state_dict() if "experts" in name}
+
+
 def test_settings() -> None:
     config = LigerCausalLM(config=TINY_CONFIG, lora={**LORA, "dropout": 0.25})
     config.configure_model()
     adapter = config.model.peft_config["default"]
     assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout, adapter.task_type) == (2, 16, 0.25, "CAUSAL_LM")
     assert not needs_weights({**LORA, "init_lora_weights": "gaussian", "use_dora": False})
+    assert not needs_weights({**LORA, "target_parameters": ["experts.down_proj"]})
     assert needs_weights({**LORA, "use_dora": True})
     assert needs_weights({**LORA, "init_lora_weights": "pissa"})
 
