@@ -1,5 +1,6 @@
 """``apply_liger_kernels``: finds every replacement in a model first, then makes them all."""
 
+import inspect
 import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
 from liger_ops.fp8.products import unsupported
-from lightning_liger.lazy.logits import loss_wanted
+from lightning_liger.lazy.logits import loss_wanted, traced_loss
+from lightning_liger.lazy.warning import warn_criterion
 from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import (
@@ -288,7 +290,12 @@ def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling() and hasattr(model, "get_output_embeddings"):
+    if torch.compiler.is_compiling():
+        vars(model)[_LOSS_WANTED].append((traced_loss.is_wanted, traced_loss.is_whole))
+        traced_loss.is_wanted |= kwargs.get("labels") is not None
+        traced_loss.is_whole = _makes_criterion(type(model))
+        return
+    if hasattr(model, "get_output_embeddings"):
         head = model.get_output_embeddings()
         if isinstance(head, nn.Module) and not all(isinstance(each, Patched) for each in _projections(head)):
             rank_zero_warn(
@@ -301,5 +308,19 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         loss_wanted.set(True)
 
 
+@torch.compiler.assume_constant_result  # so that it runs while the code is traced
+def _makes_criterion(model_class: type[nn.Module]) -> bool:
+    """Whether forward makes a ``CrossEntropyLoss()``, which the compiler calls without asking its arguments."""
+    code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
+    found = code is not None and nn.CrossEntropyLoss.__name__ in code.co_names
+    if found and torch.is_grad_enabled():
+        warn_criterion(model_class.__name__)
+    return found
+
+
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    loss_wanted.set(vars(model)[_LOSS_WANTED].pop())
+    before = vars(model)[_LOSS_WANTED].pop()
+    if torch.compiler.is_compiling():
+        traced_loss.is_wanted, traced_loss.is_whole = before
+    else:
+        loss_wanted.set(before)

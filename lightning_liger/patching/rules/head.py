@@ -13,9 +13,20 @@ from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
-from lightning_liger.lazy.logits import LazyLogits, loss_wanted
+from lightning_liger.lazy.logits import LazyLogits, loss_wanted, traced_loss
 from lightning_liger.lazy.steps import living
+from lightning_liger.lazy.traced import TracedLogits
 from lightning_liger.patching.rules.base import Replacement, Rule
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 says True to code that it traces
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+def _is_exported() -> bool:
+    """Whether the code that is traced is not torch.compile's, which can return logits that are computed later."""
+    return not torch.compiler.is_dynamo_compiling() or _is_exporting()
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,16 @@ class HeadReplacement(Replacement):
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-            wanted = differentiable or loss_wanted.get()
+            is_traced = torch.compiler.is_compiling()
+            wanted = differentiable or (traced_loss.is_wanted if is_traced else loss_wanted.get())
             # Transforms of torch.func differentiate what the head computes.
-            if not wanted or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            is_whole = is_traced and (traced_loss.is_whole or _is_exported())
+            if not wanted or is_whole or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
-            counters = self.__dict__.setdefault("fusion_counters", FusionCounters())
+            counters = getattr(self, "fusion_counters", None) or FusionCounters()
+            if not is_traced:
+                self.fusion_counters = counters
             if isinstance(self.weight, DTensor):
                 # A forward set on the instance, as by transformers' tensor parallelism, takes tensors only.
                 logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
@@ -45,6 +60,8 @@ class HeadReplacement(Replacement):
             head = HeadParameters(
                 weight=self.weight, bias=self.bias, compute_dtype=dtype, counters=counters, options=options
             )
+            if is_traced:
+                return TracedLogits.of(input, head, LogitTransform(dtype))
             return LazyLogits.of(Expression(input, head, LogitTransform(dtype)))
 
         return {"forward": forward}
