@@ -33,15 +33,16 @@ loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
 """Whether the caller is inside :func:`lazy_logits`."""
 
 
-class _TracedLoss:
+class _Traced:
+    """What code that ``torch.compile`` traces has to know; it cannot read context variables."""
+
     def __init__(self) -> None:
-        self.is_wanted = False
-        self.is_whole = False
+        self.is_wanted = False  # as above
+        self.is_returned = False  # whether the model's forward is what is compiled, so that logits leave the graph
+        self.is_whole = False  # whether the model makes its loss in a way that cannot be fused there
 
 
-traced_loss = _TracedLoss()
-"""The same for code that ``torch.compile`` traces, which cannot read context variables; and whether a model makes its
-loss in a way that cannot be fused there."""
+traced = _Traced()
 
 
 @contextmanager
@@ -50,13 +51,13 @@ def lazy_logits(enabled: bool = True) -> Iterator[None]:
 
     With gradients enabled they always do.
     """
-    before = traced_loss.is_wanted
+    before = traced.is_wanted
     token = None if torch.compiler.is_compiling() else loss_wanted.set(enabled)
-    traced_loss.is_wanted = enabled
+    traced.is_wanted = enabled
     try:
         yield
     finally:
-        traced_loss.is_wanted = before
+        traced.is_wanted = before
         if token is not None:
             loss_wanted.reset(token)
 

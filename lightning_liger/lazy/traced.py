@@ -21,9 +21,15 @@ from liger_ops.backend import autocast_dtype, without_autocast
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits, as_lazy
-from lightning_liger.lazy.steps import CHANGED, Period, clock
 from lightning_liger.lazy.table import name_of
 from lightning_liger.lazy.warning import warn_traced
+
+
+class _Memory:
+    """What logits that were recorded from each other share."""
+
+    def __init__(self) -> None:
+        self.is_written = self.is_shared = False
 
 
 class TracedLogits(Tensor):
@@ -33,30 +39,43 @@ class TracedLogits(Tensor):
     head: HeadParameters
     transform: LogitTransform
     vocab_dim: int  # not negative
-    is_shared: bool  # whether others of the same memory were recorded
-    written: Tensor | None  # the values, once something wrote to them
+    memory: _Memory
+    is_real: bool  # whether these have the values, which no graph computes if nothing reads them
+    written: Tensor | None  # the values of others, once something wrote to them
     has_graph: bool  # whether gradients were enabled
-    period: Period  # in which they were made
 
     @classmethod
     def of(
         cls, hidden_states: Tensor, head: HeadParameters, transform: LogitTransform, vocab_dim: int = -1
     ) -> TracedLogits:
+        """Logits without values."""
         vocab_dim %= hidden_states.ndim
         sizes = list(hidden_states.shape)
         del sizes[vocab_dim]
         # Strides of 0 and 1 tell where functions of the layout move the vocabulary. Nothing reads the values.
         row = hidden_states.new_full((head.vocab_size,), math.nan, dtype=transform.dtype)
         traced: Any = row.expand(*sizes, head.vocab_size).movedim(-1, vocab_dim).as_subclass(cls)
-        traced.hidden_states, traced.head, traced.transform, traced.vocab_dim = (
-            hidden_states,
-            head,
-            transform,
-            vocab_dim,
-        )
-        traced.is_shared, traced.written = False, None
-        traced.has_graph, traced.period = torch.is_grad_enabled(), clock.period
-        return traced  # type: ignore[no-any-return]
+        return traced._with(hidden_states, head, transform, vocab_dim, _Memory(), is_real=False)  # type: ignore[no-any-return]
+
+    def _with(
+        self,
+        hidden_states: Tensor,
+        head: HeadParameters,
+        transform: LogitTransform,
+        vocab_dim: int,
+        memory: _Memory,
+        is_real: bool,
+    ) -> TracedLogits:
+        self.hidden_states, self.head, self.transform, self.vocab_dim = hidden_states, head, transform, vocab_dim
+        self.memory, self.is_real, self.written, self.has_graph = memory, is_real, None, torch.is_grad_enabled()
+        return self
+
+    def valued(self, values: Tensor, memory: _Memory | None = None) -> TracedLogits:
+        """The same with ``values``, in ``memory``."""
+        traced: Any = values.as_subclass(TracedLogits)
+        memory = _Memory() if memory is None else memory
+        own = self.hidden_states, self.head, self.transform, self.vocab_dim
+        return traced._with(*own, memory, is_real=True)  # type: ignore[no-any-return]
 
     @property
     def tokens(self) -> Tensor:
@@ -68,7 +87,7 @@ class TracedLogits(Tensor):
         return torch.is_grad_enabled() and (self.hidden_states.requires_grad or self.head.requires_grad)
 
     def compute(self) -> Tensor:
-        """The real logits."""
+        """The real logits of those without values."""
         if self.written is not None:
             return self.written
         return self.transform.apply(self.head.project(self.tokens)).movedim(-1, self.vocab_dim)
@@ -92,17 +111,17 @@ class TracedLogits(Tensor):
             )
 
     def as_lazy(self) -> Tensor:
-        """What these stand for outside of compiled code: lazy logits, or their values if those were written to."""
+        """What these stand for outside of compiled code: their values if they have some, else lazy logits."""
+        if self.is_real:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.as_subclass(Tensor)
         if self.written is not None:
             return self.written
         found = vars(self)
         if "lazy" not in found:
             vocab_dim = self.vocab_dim - self.hidden_states.ndim
-            expression = Expression(self.hidden_states, self.head, self.transform, vocab_dim)
-            if self.period.has_changed(expression.tensors().values()):
-                expression.refused = CHANGED
             with torch.set_grad_enabled(self.has_graph):
-                found["lazy"] = LazyLogits.of(expression)
+                found["lazy"] = LazyLogits.of(Expression(self.hidden_states, self.head, self.transform, vocab_dim))
         return found["lazy"]  # type: ignore[no-any-return]
 
     @classmethod
@@ -116,8 +135,13 @@ class TracedLogits(Tensor):
             args = (kwargs.pop("input"),)
         x, name = args[0] if args else None, _name_of(func)
         if isinstance(x, TracedLogits):
-            if x.written is None and (result := _recorded(func, name, x, *args[1:], **kwargs)) is not NotImplemented:
-                return result
+            if x.written is None and not x.memory.is_written:
+                result = _recorded(func, name, x, *args[1:], **kwargs)
+                if x.is_real and isinstance(result, TracedLogits) and result is not x:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return result.valued(func(*args, **kwargs), x.memory)
+                if result is not NotImplemented:
+                    return result
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 return _write(func, name, x, *args[1:], **kwargs)
         _warn_of(name, (args, kwargs))
@@ -149,7 +173,7 @@ def _each(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _computed(value: Any) -> Any:
-    return value.compute() if isinstance(value, TracedLogits) else value
+    return value.compute() if isinstance(value, TracedLogits) and not value.is_real else value
 
 
 def _warn_of(name: str, tree: Any) -> None:
@@ -171,16 +195,19 @@ def _warn(name: str, vocab_size: int, dtype: torch.dtype) -> int:
 
 def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     """A function that writes to its first argument."""
-    if x.is_shared and x.written is None:
+    if not x.is_real and x.written is None and x.memory.is_shared:
         raise RuntimeError(
             f"{name} writes, in compiled code, to an LM head's output that shares its memory with views of it, which"
             " would not see it: write to logits.clone()"
         )
     _warn_of(name, x)
-    values = x.compute()
+    values = _computed(x)
     with torch._C.DisableTorchFunctionSubclass():
         func(values, *_each(_computed, args), **_each(_computed, kwargs))
-    x.written = values
+    if x.is_real:
+        x.memory.is_written = True
+    else:
+        x.written = values
     return x
 
 
@@ -211,8 +238,10 @@ _LAYOUTS = (
 
 def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     """A function of the layout, applied to the hidden states, if the vocabulary stays whole."""
+    without_values = TracedLogits.of(x.hidden_states, x.head, x.transform, x.vocab_dim) if x.is_real else x
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(x, *args, **kwargs)
+        apply = Tensor.reshape if name == "view" else func  # as other memory may allow other views
+        result = apply(without_values, *args, **kwargs)
     sizes, vocab_size = list(result.shape), x.head.vocab_size
     places = [dim for dim in range(len(sizes)) if sizes[dim] == vocab_size and result.stride(dim) == 1]
     is_view = all(sizes[dim] == 1 or result.stride(dim) == 0 for dim in range(len(sizes)) if dim not in places)
@@ -225,7 +254,7 @@ def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) 
     else:
         hidden_states = func(x.hidden_states, *args, **kwargs)
     y = TracedLogits.of(hidden_states, x.head, x.transform, places[0])
-    x.is_shared = y.is_shared = True
+    x.memory.is_shared = y.memory.is_shared = True
     return y
 
 
@@ -303,7 +332,7 @@ def _nll_loss(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
 def _detach(x: TracedLogits) -> Any:
     head = x.head.map(Tensor.detach)
     y = TracedLogits.of(x.hidden_states.detach(), head, x.transform, x.vocab_dim)
-    x.is_shared = y.is_shared = True
+    x.memory.is_shared = y.memory.is_shared = True
     return y
 
 

@@ -1,5 +1,6 @@
 """``apply_liger_kernels``: finds every replacement in a model first, then makes them all."""
 
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
 from liger_ops.fp8.products import unsupported
-from lightning_liger.lazy.logits import loss_wanted, traced_loss
-from lightning_liger.lazy.warning import warn_criterion
+from lightning_liger.lazy.logits import as_lazy, loss_wanted, traced
 from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import (
@@ -290,11 +291,16 @@ def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        vars(model)[_LOSS_WANTED].append((traced_loss.is_wanted, traced_loss.is_whole))
-        traced_loss.is_wanted |= kwargs.get("labels") is not None
-        traced_loss.is_whole = _makes_criterion(type(model))
+    is_compiling = torch.compiler.is_compiling()
+    wanted = None if is_compiling else loss_wanted.get()
+    vars(model)[_LOSS_WANTED].append((wanted, traced.is_wanted, traced.is_returned, traced.is_whole))
+    has_labels = kwargs.get("labels") is not None
+    traced.is_wanted, traced.is_returned = traced.is_wanted or has_labels, not is_compiling
+    traced.is_whole = False if is_compiling else _makes_criterion(type(model))
+    if is_compiling:
         return
+    if has_labels:
+        loss_wanted.set(True)
     if hasattr(model, "get_output_embeddings"):
         head = model.get_output_embeddings()
         if isinstance(head, nn.Module) and not all(isinstance(each, Patched) for each in _projections(head)):
@@ -303,24 +309,22 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 " the kernels were applied, so its loss is not fused. Call lightning_liger.apply_liger_kernels(model)"
                 " again after such a change, as of resize_token_embeddings or get_peft_model"
             )
-    vars(model)[_LOSS_WANTED].append(loss_wanted.get())
-    if kwargs.get("labels") is not None:
-        loss_wanted.set(True)
 
 
-@torch.compiler.assume_constant_result  # so that it runs while the code is traced
+@functools.cache
 def _makes_criterion(model_class: type[nn.Module]) -> bool:
     """Whether forward makes a ``CrossEntropyLoss()``, which the compiler calls without asking its arguments."""
     code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
-    found = code is not None and nn.CrossEntropyLoss.__name__ in code.co_names
-    if found and torch.is_grad_enabled():
-        warn_criterion(model_class.__name__)
-    return found
+    return code is not None and nn.CrossEntropyLoss.__name__ in code.co_names
 
 
-def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    before = vars(model)[_LOSS_WANTED].pop()
+def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    wanted, traced.is_wanted, traced.is_returned, traced.is_whole = vars(model)[_LOSS_WANTED].pop()
     if torch.compiler.is_compiling():
-        traced_loss.is_wanted, traced_loss.is_whole = before
-    else:
-        loss_wanted.set(before)
+        return None
+    loss_wanted.set(wanted)
+    if isinstance(output, ModelOutput):
+        for name, value in output.items():
+            output[name] = as_lazy(value)
+        return None
+    return type(output)(map(as_lazy, output)) if type(output) in (tuple, list) else as_lazy(output)

@@ -13,15 +13,21 @@ from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
-from lightning_liger.lazy.logits import LazyLogits, loss_wanted, traced_loss
+from lightning_liger.lazy.logits import LazyLogits, loss_wanted, traced
 from lightning_liger.lazy.steps import living
 from lightning_liger.lazy.traced import TracedLogits
+from lightning_liger.lazy.warning import warn_criterion
 from lightning_liger.patching.rules.base import Replacement, Rule
 
 
 @torch.compiler.assume_constant_result  # torch 2.11 says True to code that it traces
 def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
+
+
+@torch.compiler.assume_constant_result
+def _warn_whole() -> None:
+    warn_criterion()
 
 
 def _is_exported() -> bool:
@@ -44,9 +50,11 @@ class HeadReplacement(Replacement):
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
             is_traced = torch.compiler.is_compiling()
-            wanted = differentiable or (traced_loss.is_wanted if is_traced else loss_wanted.get())
+            wanted = differentiable or (traced.is_wanted if is_traced else loss_wanted.get())
             # Transforms of torch.func differentiate what the head computes.
-            is_whole = is_traced and (traced_loss.is_whole or _is_exported())
+            is_whole = is_traced and (traced.is_whole or _is_exported())
+            if is_whole and wanted and traced.is_whole:
+                _warn_whole()
             if not wanted or is_whole or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
@@ -61,7 +69,8 @@ class HeadReplacement(Replacement):
                 weight=self.weight, bias=self.bias, compute_dtype=dtype, counters=counters, options=options
             )
             if is_traced:
-                return TracedLogits.of(input, head, LogitTransform(dtype))
+                logits = TracedLogits.of(input, head, LogitTransform(dtype))
+                return logits if traced.is_returned else logits.valued(original.forward(self, input))
             return LazyLogits.of(Expression(input, head, LogitTransform(dtype)))
 
         return {"forward": forward}
