@@ -34,15 +34,12 @@ loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
 
 
 class _Traced:
-    """What code that ``torch.compile`` traces has to know; it cannot read context variables."""
-
     def __init__(self) -> None:
-        self.is_wanted = False  # as above
-        self.is_returned = False  # whether the model's forward is what is compiled, so that logits leave the graph
-        self.is_whole = False  # whether the model makes its loss in a way that cannot be fused there
+        self.is_wanted = False
 
 
 traced = _Traced()
+"""The same for code that ``torch.compile`` traces, which cannot read context variables."""
 
 
 @contextmanager

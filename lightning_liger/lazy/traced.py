@@ -21,6 +21,7 @@ from liger_ops.backend import autocast_dtype, without_autocast
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits, as_lazy
+from lightning_liger.lazy.steps import CHANGED, Period, clock
 from lightning_liger.lazy.table import name_of
 from lightning_liger.lazy.warning import warn_traced
 
@@ -43,6 +44,7 @@ class TracedLogits(Tensor):
     is_real: bool  # whether these have the values, which no graph computes if nothing reads them
     written: Tensor | None  # the values of others, once something wrote to them
     has_graph: bool  # whether gradients were enabled
+    period: Period  # in which they were made
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class TracedLogits(Tensor):
     ) -> TracedLogits:
         self.hidden_states, self.head, self.transform, self.vocab_dim = hidden_states, head, transform, vocab_dim
         self.memory, self.is_real, self.written, self.has_graph = memory, is_real, None, torch.is_grad_enabled()
+        self.period = clock.period
         return self
 
     def valued(self, values: Tensor, memory: _Memory | None = None) -> TracedLogits:
@@ -120,8 +123,11 @@ class TracedLogits(Tensor):
         found = vars(self)
         if "lazy" not in found:
             vocab_dim = self.vocab_dim - self.hidden_states.ndim
+            expression = Expression(self.hidden_states, self.head, self.transform, vocab_dim)
+            if self.period.has_changed(expression.tensors().values()):
+                expression.refused = CHANGED
             with torch.set_grad_enabled(self.has_graph):
-                found["lazy"] = LazyLogits.of(Expression(self.hidden_states, self.head, self.transform, vocab_dim))
+                found["lazy"] = LazyLogits.of(expression)
         return found["lazy"]  # type: ignore[no-any-return]
 
     @classmethod

@@ -40,14 +40,11 @@ def warn_traced(operation: str, vocab_size: int, dtype: torch.dtype) -> None:
         )
 
 
-def warn_criterion() -> None:
-    """Warns once that the loss of a compiled model is not fused."""
-    if ("criterion", "") not in _warned_operations:
-        _warned_operations.add(("criterion", ""))
-        rank_zero_warn(
-            "The loss of a compiled model is not fused, as its forward makes a CrossEntropyLoss(): compute the loss of"
-            " its logits by torch.nn.functional.cross_entropy, or do not compile the model"
-        )
+def warn_criterion(model: str) -> None:
+    rank_zero_warn(
+        f"The loss of {model} is not fused where the model is compiled, as its forward makes a CrossEntropyLoss()."
+        " Compute the loss of its logits by torch.nn.functional.cross_entropy, or do not compile the model."
+    )
 
 
 def warn_kept(place: str, shape: torch.Size, dtype: torch.dtype) -> None:

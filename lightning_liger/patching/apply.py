@@ -1,7 +1,5 @@
 """``apply_liger_kernels``: finds every replacement in a model first, then makes them all."""
 
-import functools
-import inspect
 import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +9,10 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
 from liger_ops.fp8.products import unsupported
-from lightning_liger.lazy.logits import as_lazy, loss_wanted, traced
+from lightning_liger.lazy.logits import loss_wanted, traced
 from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import (
@@ -28,6 +25,7 @@ from lightning_liger.patching.rules import (
     convert,
     find_layers_of,
 )
+from lightning_liger.patching.rules.head import LOSS_WANTED
 from lightning_liger.patching.verify import Mismatch, trial
 
 KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels))
@@ -40,7 +38,6 @@ _LEAST_BYTES = {"chunk_bytes": 1, "saved_logits_bytes": 0}
 _ACCUMULATE_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
 _EXPECTED = f"'auto', 'none', a name, or a list or dict of names out of {list(KERNELS)}"
-_LOSS_WANTED = "liger_loss_wanted"
 _ALREADY = "already replaced"
 _Decision = tuple[PatchEntry, Replacement | None]
 
@@ -280,25 +277,23 @@ def _projections(head: nn.Module) -> list[nn.Module]:
 
 def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
     """Makes forwards with labels ask for lazy logits without gradients too; returns the functions that undo it."""
-    if _LOSS_WANTED in vars(model):
+    if LOSS_WANTED in vars(model):
         return []
-    vars(model)[_LOSS_WANTED] = []  # values outside of the forwards that are running
+    vars(model)[LOSS_WANTED] = []  # values outside of the forwards that are running
     return [
-        partial(vars(model).pop, _LOSS_WANTED),
+        partial(vars(model).pop, LOSS_WANTED),
         model.register_forward_pre_hook(_before_forward, with_kwargs=True).remove,
         model.register_forward_hook(_after_forward, always_call=True).remove,
     ]
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    is_compiling = torch.compiler.is_compiling()
-    wanted = None if is_compiling else loss_wanted.get()
-    vars(model)[_LOSS_WANTED].append((wanted, traced.is_wanted, traced.is_returned, traced.is_whole))
     has_labels = kwargs.get("labels") is not None
-    traced.is_wanted, traced.is_returned = traced.is_wanted or has_labels, not is_compiling
-    traced.is_whole = False if is_compiling else _makes_criterion(type(model))
-    if is_compiling:
+    if torch.compiler.is_compiling():
+        vars(model)[LOSS_WANTED].append(traced.is_wanted)
+        traced.is_wanted = traced.is_wanted or has_labels
         return
+    vars(model)[LOSS_WANTED].append(loss_wanted.get())
     if has_labels:
         loss_wanted.set(True)
     if hasattr(model, "get_output_embeddings"):
@@ -311,20 +306,9 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             )
 
 
-@functools.cache
-def _makes_criterion(model_class: type[nn.Module]) -> bool:
-    """Whether forward makes a ``CrossEntropyLoss()``, which the compiler calls without asking its arguments."""
-    code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
-    return code is not None and nn.CrossEntropyLoss.__name__ in code.co_names
-
-
-def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    wanted, traced.is_wanted, traced.is_returned, traced.is_whole = vars(model)[_LOSS_WANTED].pop()
+def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    before = vars(model)[LOSS_WANTED].pop()
     if torch.compiler.is_compiling():
-        return None
-    loss_wanted.set(wanted)
-    if isinstance(output, ModelOutput):
-        for name, value in output.items():
-            output[name] = as_lazy(value)
-        return None
-    return type(output)(map(as_lazy, output)) if type(output) in (tuple, list) else as_lazy(output)
+        traced.is_wanted = before
+    else:
+        loss_wanted.set(before)

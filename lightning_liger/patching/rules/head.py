@@ -1,5 +1,7 @@
 """The LM head: a linear layer that returns lazy logits."""
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,20 +21,33 @@ from lightning_liger.lazy.traced import TracedLogits
 from lightning_liger.lazy.warning import warn_criterion
 from lightning_liger.patching.rules.base import Replacement, Rule
 
-
-@torch.compiler.assume_constant_result  # torch 2.11 says True to code that it traces
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
+LOSS_WANTED = "liger_loss_wanted"
+"""The attribute of models whose calls say whether a loss is wanted."""
 
 
-@torch.compiler.assume_constant_result
-def _warn_whole() -> None:
-    warn_criterion()
+@torch.compiler.assume_constant_result  # so that it runs while the code is traced
+def _place_in_graph() -> str:
+    """Whether logits that are traced now "leave" the graph, "stay" in it, or have to be "whole"."""
+    if torch.compiler.is_exporting():  # which torch 2.11 says in all code that it traces
+        return "whole"
+    frame = inspect.currentframe()
+    while (frame := frame and frame.f_back) is not None:
+        # Only calls of modules that are not traced are here: of a model that is compiled itself.
+        if frame.f_code.co_filename == nn.modules.module.__file__:
+            model = frame.f_locals.get("self")
+            if isinstance(model, nn.Module) and LOSS_WANTED in vars(model):
+                return "whole" if _makes_criterion(type(model)) else "leaves"
+    return "stays"
 
 
-def _is_exported() -> bool:
-    """Whether the code that is traced is not torch.compile's, which can return logits that are computed later."""
-    return not torch.compiler.is_dynamo_compiling() or _is_exporting()
+@functools.cache
+def _makes_criterion(model_class: type[nn.Module]) -> bool:
+    """Whether forward makes a ``CrossEntropyLoss()``, which the compiler calls without asking its arguments."""
+    code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
+    found = code is not None and nn.CrossEntropyLoss.__name__ in code.co_names
+    if found:
+        warn_criterion(model_class.__name__)
+    return found
 
 
 @dataclass(frozen=True)
@@ -52,10 +67,10 @@ class HeadReplacement(Replacement):
             is_traced = torch.compiler.is_compiling()
             wanted = differentiable or (traced.is_wanted if is_traced else loss_wanted.get())
             # Transforms of torch.func differentiate what the head computes.
-            is_whole = is_traced and (traced.is_whole or _is_exported())
-            if is_whole and wanted and traced.is_whole:
-                _warn_whole()
-            if not wanted or is_whole or torch._C._are_functorch_transforms_active():
+            if not wanted or torch._C._are_functorch_transforms_active():
+                return original.forward(self, input)
+            place = "eager" if not is_traced else _place_in_graph() if torch.compiler.is_dynamo_compiling() else "whole"
+            if place == "whole":
                 return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
             counters = getattr(self, "fusion_counters", None) or FusionCounters()
@@ -70,7 +85,7 @@ class HeadReplacement(Replacement):
             )
             if is_traced:
                 logits = TracedLogits.of(input, head, LogitTransform(dtype))
-                return logits if traced.is_returned else logits.valued(original.forward(self, input))
+                return logits if place == "leaves" else logits.valued(original.forward(self, input))
             return LazyLogits.of(Expression(input, head, LogitTransform(dtype)))
 
         return {"forward": forward}
