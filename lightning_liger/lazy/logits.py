@@ -33,17 +33,36 @@ loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
 """Whether the caller is inside :func:`lazy_logits`."""
 
 
+class _Traced:
+    def __init__(self) -> None:
+        self.is_wanted = False
+
+
+traced = _Traced()
+"""The same for code that ``torch.compile`` traces, which cannot read context variables."""
+
+
 @contextmanager
 def lazy_logits(enabled: bool = True) -> Iterator[None]:
     """Makes patched heads return :class:`LazyLogits` without gradients too, for code that computes a loss.
 
     With gradients enabled they always do.
     """
-    token = loss_wanted.set(enabled)
+    before = traced.is_wanted
+    token = None if torch.compiler.is_compiling() else loss_wanted.set(enabled)
+    traced.is_wanted = enabled
     try:
         yield
     finally:
-        loss_wanted.reset(token)
+        traced.is_wanted = before
+        if token is not None:
+            loss_wanted.reset(token)
+
+
+def as_lazy(value: Any) -> Any:
+    """The lazy logits for which logits that compiled code returned stand; anything else as it is."""
+    convert = getattr(type(value), "as_lazy", None)
+    return value if convert is None or torch.compiler.is_compiling() else convert(value)
 
 
 def materialize(logits: Tensor) -> Tensor:
@@ -58,7 +77,7 @@ def materialize(logits: Tensor) -> Tensor:
     Raises:
         RuntimeError: If the logits can no longer be computed, because their sources were modified.
     """
-    if isinstance(logits, LazyLogits):
+    if isinstance(logits := as_lazy(logits), LazyLogits):
         logits.become_real("materialize()", warn=False)
     return logits
 

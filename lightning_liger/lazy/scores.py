@@ -37,7 +37,7 @@ from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS, check_outputs, c
 from liger_ops.log_probs.units import join_units
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
 from lightning_liger.lazy.chunks import Rows, choose_tokens, over_chunks
-from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.logits import LazyLogits, as_lazy
 
 TokenLoss = Callable[[TokenScores, Tensor], Tensor]
 """From the scores of some tokens and their indices in the flattened labels, ``[n]`` each, to their losses, ``[n]``."""
@@ -76,6 +76,7 @@ def token_scores(
         ValueError: For shapes, devices or options that do not fit, for labels out of range if they are on the CPU.
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
+    logits = as_lazy(logits)
     budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
     options = {
         "temperature": temperature,
@@ -126,6 +127,7 @@ def token_loss(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
+    logits = as_lazy(logits)
     budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
     options = {
         "temperature": temperature,
@@ -172,7 +174,7 @@ def topk_log_probs(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
-    ids, mask = _whole(ids), _whole(mask)
+    logits, ids, mask = as_lazy(logits), _whole(ids), _whole(mask)
     check_logits("logits", logits)
     check_bool("renormalize", renormalize)
     check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
@@ -233,6 +235,7 @@ def divergence(
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
+    student_logits, teacher_logits = as_lazy(student_logits), as_lazy(teacher_logits)
     mask, token_weight = _whole(mask), _whole(token_weight)
     check_logits("student_logits", student_logits)
     check_logits("teacher_logits", teacher_logits)

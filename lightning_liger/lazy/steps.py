@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -14,6 +14,32 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.warning import warn_kept
+
+CHANGED = "an optimizer has changed its parameters"
+
+
+class Period:
+    """The time between two steps of optimizers."""
+
+    def __init__(self) -> None:
+        self._changed: set[int] = set()
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Notes which parameters the step that ends it changes."""
+        self._changed.update(_places_of_parameters(optimizer))
+
+    def has_changed(self, tensors: Iterable[Tensor]) -> bool:
+        return not self._changed.isdisjoint(map(_place, tensors))
+
+
+class Clock:
+    """Holds the present period, which compiled code reads each time that it runs."""
+
+    def __init__(self) -> None:
+        self.period = Period()
+
+
+clock = Clock()
 
 
 @functools.cache
@@ -63,16 +89,22 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses later reads of what still is lazy, also of what a closure left, which computes the loss in the step."""
     for root in _roots_of_parameters(optimizer):
-        _refuse(root, "an optimizer has changed its parameters")
+        _refuse(root, CHANGED)
+    clock.period.end(optimizer)
+    clock.period = Period()
 
 
 def _roots_of_parameters(optimizer: Optimizer) -> Iterator[Expression]:
     if roots := list(living()):
-        changing = {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        changing = _places_of_parameters(optimizer)
         for root in roots:
             is_gathered = root.head.counters.is_gathered  # from parameters that are elsewhere
             if is_gathered or not changing.isdisjoint(map(_place, root.tensors().values())):
                 yield root
+
+
+def _places_of_parameters(optimizer: Optimizer) -> set[int]:
+    return {_place(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _place(tensor: Tensor) -> int:

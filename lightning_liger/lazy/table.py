@@ -90,6 +90,8 @@ def accepts(function: Callable[..., Any], num_positional: int, *keywords: str) -
 def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
     """The name of a function, method or property of PyTorch, and whether it is answered without values."""
     name = getattr(func, "__name__", str(func))
+    if type(func).__module__ == "torch._ops" and not str(func).startswith("aten."):
+        return str(func), False  # somebody's own op, whose name says nothing
     if name == "__set__":
         return f"setting {getattr(getattr(func, '__self__', None), '__name__', 'a property')}", False
     if name != "__get__":

@@ -30,6 +30,23 @@ def warn_materialized(operation: str, shape: torch.Size, dtype: torch.dtype) -> 
         )
 
 
+def warn_traced(operation: str, vocab_size: int, dtype: torch.dtype) -> None:
+    """Warns once per ``operation`` that is compiled with logits."""
+    if ("traced", operation) not in _warned_operations:
+        _warned_operations.add(("traced", operation))
+        rank_zero_warn(
+            f"{operation.strip('_')} on an LM head's output materializes the logits, [..., {vocab_size}] {dtype}, in"
+            f" the code that is compiled at {_calling_line()}. The result is right, but the loss is not fused."
+        )
+
+
+def warn_criterion(model: str) -> None:
+    rank_zero_warn(
+        f"The loss of {model} is not fused where the model is compiled, as its forward makes a CrossEntropyLoss()."
+        " Compute the loss of its logits by torch.nn.functional.cross_entropy, or do not compile the model."
+    )
+
+
 def warn_kept(place: str, shape: torch.Size, dtype: torch.dtype) -> None:
     """Warns once per ``place`` where logits that are kept become real."""
     if ("kept", place) not in _warned_operations:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
 from liger_ops.fp8.products import unsupported
-from lightning_liger.lazy.logits import loss_wanted
+from lightning_liger.lazy.logits import loss_wanted, traced
 from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import (
@@ -26,6 +26,7 @@ from lightning_liger.patching.rules import (
     convert,
     find_layers_of,
 )
+from lightning_liger.patching.rules.head import LOSS_WANTED
 from lightning_liger.patching.verify import Mismatch, trial
 
 KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels))
@@ -38,7 +39,6 @@ _LEAST_BYTES = {"chunk_bytes": 1, "saved_logits_bytes": 0}
 _ACCUMULATE_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _LOSS_OPTIONS = ("chunk_bytes", "accumulate_dtype", "saved_logits_bytes")
 _EXPECTED = f"'auto', 'none', a name, or a list or dict of names out of {list(KERNELS)}"
-_LOSS_WANTED = "liger_loss_wanted"
 _ALREADY = "already replaced"
 _Decision = tuple[PatchEntry, Replacement | None]
 
@@ -284,18 +284,26 @@ def _projections(head: nn.Module) -> list[nn.Module]:
 
 def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
     """Makes forwards with labels ask for lazy logits without gradients too; returns the functions that undo it."""
-    if _LOSS_WANTED in vars(model):
+    if LOSS_WANTED in vars(model):
         return []
-    vars(model)[_LOSS_WANTED] = []  # values outside of the forwards that are running
+    vars(model)[LOSS_WANTED] = []  # values outside of the forwards that are running
     return [
-        partial(vars(model).pop, _LOSS_WANTED),
+        partial(vars(model).pop, LOSS_WANTED),
         model.register_forward_pre_hook(_before_forward, with_kwargs=True).remove,
         model.register_forward_hook(_after_forward, always_call=True).remove,
     ]
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling() and hasattr(model, "get_output_embeddings"):
+    has_labels = kwargs.get("labels") is not None
+    if torch.compiler.is_compiling():
+        vars(model)[LOSS_WANTED].append(traced.is_wanted)
+        traced.is_wanted = traced.is_wanted or has_labels
+        return
+    vars(model)[LOSS_WANTED].append(loss_wanted.get())
+    if has_labels:
+        loss_wanted.set(True)
+    if hasattr(model, "get_output_embeddings"):
         head = model.get_output_embeddings()
         if isinstance(head, nn.Module) and not all(isinstance(each, Patched) for each in _projections(head)):
             rank_zero_warn(
@@ -303,10 +311,11 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 " the kernels were applied, so its loss is not fused. Call lightning_liger.apply_liger_kernels(model)"
                 " again after such a change, for example by resize_token_embeddings or get_peft_model"
             )
-    vars(model)[_LOSS_WANTED].append(loss_wanted.get())
-    if kwargs.get("labels") is not None:
-        loss_wanted.set(True)
 
 
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    loss_wanted.set(vars(model)[_LOSS_WANTED].pop())
+    before = vars(model)[LOSS_WANTED].pop()
+    if torch.compiler.is_compiling():
+        traced.is_wanted = before
+    else:
+        loss_wanted.set(before)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ops.arguments import wrong_type, wrong_value
-from lightning_liger.lazy.logits import LazyLogits, lazy_logits
+from lightning_liger.lazy.logits import LazyLogits, as_lazy, lazy_logits
 from lightning_liger.losses.options import check_declared, declared, is_options
 from lightning_liger.post_training.metrics import KINDS, Mean, Measured, SumOfMeans
 from lightning_liger.sequences.context_parallel import ContextParallel
@@ -130,7 +130,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
         with lazy_logits():
             output, auxiliary, _ = seen(inputs, labels)
             # peft's prompt learning adds tokens in front
-            return output.logits if seen.returns_tokens else output.logits[:, -labels.shape[1] :], auxiliary
+            logits = as_lazy(output.logits)
+            return logits if seen.returns_tokens else logits[:, -labels.shape[1] :], auxiliary
 
     @property
     def context(self) -> ContextParallel | None:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from liger_ops import TokenScores
 from liger_ops.arguments import check_number, check_path, wrong_type, wrong_value
 from lightning_liger.lazy.distributed import DistributedLazyLogits
-from lightning_liger.lazy.logits import LazyLogits, lazy_logits
+from lightning_liger.lazy.logits import LazyLogits, as_lazy, lazy_logits
 from lightning_liger.lazy.scores import divergence, token_loss
 from lightning_liger.losses.multi_head import Schedule, medusa_weights, scheduled_coefficient, targets_ahead
 from lightning_liger.losses.options import Count, Limits, NonNegative, Positive
@@ -114,7 +114,7 @@ class LigerMedusaMixin(LigerTeacherMixin):
         with lazy_logits():
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.medusa_only_heads):
                 output, auxiliary, _ = model(rows.inputs, rows.labels)
-            logits = _checked(output.logits, with_gradient=not self.medusa_only_heads)
+            logits = _checked(as_lazy(output.logits), with_gradient=not self.medusa_only_heads)
             weights = medusa_weights(num_heads, self.medusa_decay_coefficient)
             total, measured = self._heads_loss(logits, targets, weights)
             if not self.medusa_only_heads:

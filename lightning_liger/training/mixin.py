@@ -11,8 +11,9 @@ from torch import Tensor
 from liger_ops import IGNORE_INDEX, TokenScores
 from liger_ops.arguments import check_bool, check_choice, check_tensor, wrong_type, wrong_value
 from liger_ops.loss.options import check_labels
-from lightning_liger.lazy.logits import LazyLogits, lazy_logits
+from lightning_liger.lazy.logits import LazyLogits, as_lazy, lazy_logits
 from lightning_liger.lazy.scores import token_loss
+from lightning_liger.lazy.traced import TracedLogits
 from lightning_liger.losses.sft import SFTLoss, dft_loss
 from lightning_liger.sequences.labels import shift_labels
 from lightning_liger.training.batches import LABELS, check_batch
@@ -110,6 +111,7 @@ class LigerLMMixin(LigerStepMixin):
         self, logits: LazyLogits | Tensor, labels: Tensor, *, position_ids: Tensor | None = None, shifted: bool = False
     ) -> LMLoss:
         """:meth:`lm_loss` with the numbers of tokens and of correct predictions."""
+        logits = as_lazy(logits)
         if not isinstance(logits, LazyLogits) and not (isinstance(logits, Tensor) and logits.is_floating_point()):
             raise wrong_type("logits", "the model's logits, a floating-point tensor", logits)
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
@@ -131,7 +133,7 @@ class LigerLMMixin(LigerStepMixin):
         if self.loss_type == "dft":
             loss_sum, scores = token_loss(logits, targets, _dft_loss, outputs=("log_probs", "predictions"))
             predictions, cross_entropy = scores.predictions, -cast(Tensor, scores.log_probs).sum()
-        elif isinstance(logits, LazyLogits):
+        elif isinstance(logits, LazyLogits | TracedLogits):
             loss_sum, stats = logits.cross_entropy(targets, reduction="sum", return_stats=True)
             predictions = stats.predictions
         else:

@@ -1,5 +1,7 @@
 """The LM head: a linear layer that returns lazy logits."""
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,9 +15,39 @@ from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
-from lightning_liger.lazy.logits import LazyLogits, loss_wanted
+from lightning_liger.lazy.logits import LazyLogits, loss_wanted, traced
 from lightning_liger.lazy.steps import living
+from lightning_liger.lazy.traced import TracedLogits
+from lightning_liger.lazy.warning import warn_criterion
 from lightning_liger.patching.rules.base import Replacement, Rule
+
+LOSS_WANTED = "liger_loss_wanted"
+"""The attribute of models whose calls say whether a loss is wanted."""
+
+
+@torch.compiler.assume_constant_result  # so that it runs while the code is traced
+def _place_in_graph() -> str:
+    """Whether logits that are traced now "leave" the graph, "stay" in it, or have to be "whole"."""
+    if torch.compiler.is_exporting():  # which torch 2.11 says in all code that it traces
+        return "whole"
+    frame = inspect.currentframe()
+    while (frame := frame and frame.f_back) is not None:
+        # Only calls of modules that are not traced are here: of a model that is compiled itself.
+        if frame.f_code.co_filename == nn.modules.module.__file__:
+            model = frame.f_locals.get("self")
+            if isinstance(model, nn.Module) and LOSS_WANTED in vars(model):
+                return "whole" if _makes_criterion(type(model)) else "leaves"
+    return "stays"
+
+
+@functools.cache
+def _makes_criterion(model_class: type[nn.Module]) -> bool:
+    """Whether forward makes a ``CrossEntropyLoss()``, which the compiler calls without asking its arguments."""
+    code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
+    found = code is not None and nn.CrossEntropyLoss.__name__ in code.co_names
+    if found:
+        warn_criterion(model_class.__name__)
+    return found
 
 
 @dataclass(frozen=True)
@@ -32,12 +64,18 @@ class HeadReplacement(Replacement):
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-            wanted = differentiable or loss_wanted.get()
+            is_traced = torch.compiler.is_compiling()
+            wanted = differentiable or (traced.is_wanted if is_traced else loss_wanted.get())
             # Transforms of torch.func differentiate what the head computes.
-            if not wanted or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            if not wanted or torch._C._are_functorch_transforms_active():
+                return original.forward(self, input)
+            place = "eager" if not is_traced else _place_in_graph() if torch.compiler.is_dynamo_compiling() else "whole"
+            if place == "whole":
                 return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
-            counters = self.__dict__.setdefault("fusion_counters", FusionCounters())
+            counters = getattr(self, "fusion_counters", None) or FusionCounters()
+            if not is_traced:
+                self.fusion_counters = counters
             if isinstance(self.weight, DTensor):
                 # A forward set on the instance, as by transformers' tensor parallelism, takes tensors only.
                 logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
@@ -45,6 +83,9 @@ class HeadReplacement(Replacement):
             head = HeadParameters(
                 weight=self.weight, bias=self.bias, compute_dtype=dtype, counters=counters, options=options
             )
+            if is_traced:
+                logits = TracedLogits.of(input, head, LogitTransform(dtype))
+                return logits if place == "leaves" else logits.valued(original.forward(self, input))
             return LazyLogits.of(Expression(input, head, LogitTransform(dtype)))
 
         return {"forward": forward}

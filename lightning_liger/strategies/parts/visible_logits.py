@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.logits import LazyLogits, as_lazy
 
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The hooks of modules, which outlive the strategy that registered them."""
@@ -36,6 +36,7 @@ class Exposure:
         from torch.utils._pytree import tree_flatten
 
         leaves, structure = tree_flatten(output)
+        leaves = list(map(as_lazy, leaves))
         logits = {position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, LazyLogits)}
         if not logits:
             return output

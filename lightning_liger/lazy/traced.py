@@ -1,0 +1,364 @@
+"""Lazy logits in code that ``torch.compile`` traces.
+
+Lazy logits without memory cannot be made in a graph. :class:`TracedLogits` are a view of one
+row of the vocabulary, expanded to the shape of the logits, with the head's input and parameters as attributes. What is
+applied to them is recorded at the time of tracing, so that a graph has the fused loss and no logits. Outside of
+compiled code they stand for :class:`~.LazyLogits`, which they become once any function of PyTorch gets them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_ops import TokenStats, linear_cross_entropy
+from liger_ops.backend import autocast_dtype, without_autocast
+from lightning_liger.lazy.expression import Expression
+from lightning_liger.lazy.head import HeadParameters, LogitTransform
+from lightning_liger.lazy.logits import LazyLogits, as_lazy
+from lightning_liger.lazy.steps import CHANGED, Period, clock
+from lightning_liger.lazy.table import name_of
+from lightning_liger.lazy.warning import warn_traced
+
+
+class _Memory:
+    """What logits that were recorded from each other share."""
+
+    def __init__(self) -> None:
+        self.is_written = self.is_shared = False
+
+
+class TracedLogits(Tensor):
+    """The logits of a linear head in compiled code, see :mod:`lightning_liger.lazy.traced`. Made by :meth:`of`."""
+
+    hidden_states: Tensor  # laid out as the logits, with hidden_size in the place of vocab_size
+    head: HeadParameters
+    transform: LogitTransform
+    vocab_dim: int  # not negative
+    memory: _Memory
+    is_real: bool  # whether these have the values, which no graph computes if nothing reads them
+    written: Tensor | None  # the values of others, once something wrote to them
+    has_graph: bool  # whether gradients were enabled
+    period: Period  # in which they were made
+
+    @classmethod
+    def of(
+        cls, hidden_states: Tensor, head: HeadParameters, transform: LogitTransform, vocab_dim: int = -1
+    ) -> TracedLogits:
+        """Logits without values."""
+        vocab_dim %= hidden_states.ndim
+        sizes = list(hidden_states.shape)
+        del sizes[vocab_dim]
+        # Strides of 0 and 1 tell where functions of the layout move the vocabulary. Nothing reads the values.
+        row = hidden_states.new_full((head.vocab_size,), math.nan, dtype=transform.dtype)
+        traced: Any = row.expand(*sizes, head.vocab_size).movedim(-1, vocab_dim).as_subclass(cls)
+        return traced._with(hidden_states, head, transform, vocab_dim, _Memory(), is_real=False)  # type: ignore[no-any-return]
+
+    def _with(
+        self,
+        hidden_states: Tensor,
+        head: HeadParameters,
+        transform: LogitTransform,
+        vocab_dim: int,
+        memory: _Memory,
+        is_real: bool,
+    ) -> TracedLogits:
+        self.hidden_states, self.head, self.transform, self.vocab_dim = hidden_states, head, transform, vocab_dim
+        self.memory, self.is_real, self.written, self.has_graph = memory, is_real, None, torch.is_grad_enabled()
+        self.period = clock.period
+        return self
+
+    def valued(self, values: Tensor, memory: _Memory | None = None) -> TracedLogits:
+        """The same with ``values``, in ``memory``."""
+        traced: Any = values.as_subclass(TracedLogits)
+        memory = _Memory() if memory is None else memory
+        own = self.hidden_states, self.head, self.transform, self.vocab_dim
+        return traced._with(*own, memory, is_real=True)  # type: ignore[no-any-return]
+
+    @property
+    def tokens(self) -> Tensor:
+        """The hidden states with hidden_size last, ``[..., hidden_size]``."""
+        return self.hidden_states.movedim(self.vocab_dim, -1)
+
+    @property
+    def is_differentiable(self) -> bool:
+        return torch.is_grad_enabled() and (self.hidden_states.requires_grad or self.head.requires_grad)
+
+    def compute(self) -> Tensor:
+        """The real logits of those without values."""
+        if self.written is not None:
+            return self.written
+        return self.transform.apply(self.head.project(self.tokens)).movedim(-1, self.vocab_dim)
+
+    def cross_entropy(
+        self, target: Tensor, weight: Tensor | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, TokenStats]:
+        """As that of :class:`~.LazyLogits`."""
+        head = self.head.cast()
+        (hidden_states, linear_weight), *adapters = head.factors(self.tokens)
+        options = {**self.head.options, **self.transform.loss_options(), **options}
+        with without_autocast(self.hidden_states.device.type):  # the dtype was decided when the head was called
+            return linear_cross_entropy(
+                hidden_states,
+                linear_weight,
+                target,
+                linear_bias=head.bias,
+                adapter=adapters[0] if adapters else None,
+                weight=weight,
+                **options,
+            )
+
+    def as_lazy(self) -> Tensor:
+        """What these stand for outside of compiled code: their values if they have some, else lazy logits."""
+        if self.is_real:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.as_subclass(Tensor)
+        if self.written is not None:
+            return self.written
+        found = vars(self)
+        if "lazy" not in found:
+            vocab_dim = self.vocab_dim - self.hidden_states.ndim
+            expression = Expression(self.hidden_states, self.head, self.transform, vocab_dim)
+            if self.period.has_changed(expression.tensors().values()):
+                expression.refused = CHANGED
+            with torch.set_grad_enabled(self.has_graph):
+                found["lazy"] = LazyLogits.of(expression)
+        return found["lazy"]  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not torch.compiler.is_dynamo_compiling():
+            return func(*_each(as_lazy, args), **_each(as_lazy, kwargs))
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        x, name = args[0] if args else None, _name_of(func)
+        if isinstance(x, TracedLogits):
+            if x.written is None and not x.memory.is_written:
+                result = _recorded(func, name, x, *args[1:], **kwargs)
+                if x.is_real and isinstance(result, TracedLogits) and result is not x:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        return result.valued(func(*args, **kwargs), x.memory)
+                if result is not NotImplemented:
+                    return result
+            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                return _write(func, name, x, *args[1:], **kwargs)
+        _warn_of(name, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_each(_computed, args), **_each(_computed, kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs lost the name
+        return repr(self.as_lazy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_lazy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_lazy().__reduce_ex__(protocol)
+
+
+@torch.compiler.assume_constant_result  # so that it runs while the code is traced
+def _name_of(func: Any) -> str:
+    return name_of(func)[0]
+
+
+def _each(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``function`` of everything in containers, in code that can be traced."""
+    if isinstance(tree, tuple | list):
+        return type(tree)([_each(function, part) for part in tree])
+    if isinstance(tree, dict):
+        return {name: _each(function, part) for name, part in tree.items()}
+    return function(tree)
+
+
+def _computed(value: Any) -> Any:
+    return value.compute() if isinstance(value, TracedLogits) and not value.is_real else value
+
+
+def _warn_of(name: str, tree: Any) -> None:
+    """Warns, where the code is traced, of logits with a gradient that ``name`` needs."""
+    if isinstance(tree, tuple | list):
+        for part in tree:
+            _warn_of(name, part)
+    elif isinstance(tree, dict):
+        _warn_of(name, tuple(tree.values()))
+    elif isinstance(tree, TracedLogits) and tree.written is None and tree.is_differentiable:
+        _warn(name, tree.head.vocab_size, tree.transform.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _warn(name: str, vocab_size: int, dtype: torch.dtype) -> int:
+    warn_traced(name, vocab_size, dtype)
+    return 0
+
+
+def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+    """A function that writes to its first argument."""
+    if not x.is_real and x.written is None and x.memory.is_shared:
+        raise RuntimeError(
+            f"{name} writes, in compiled code, to an LM head's output that shares its memory with views of it, which"
+            " would not see it: write to logits.clone()"
+        )
+    _warn_of(name, x)
+    values = _computed(x)
+    with torch._C.DisableTorchFunctionSubclass():
+        func(values, *_each(_computed, args), **_each(_computed, kwargs))
+    if x.is_real:
+        x.memory.is_written = True
+    else:
+        x.written = values
+    return x
+
+
+def _recorded(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+    """The result of a function without the values, or ``NotImplemented``."""
+    if name in _RECORDED:
+        return _RECORDED[name](x, *args, **kwargs)
+    if name in _LAYOUTS:
+        return _followed(func, name, x, *args, **kwargs)
+    if name == "requires_grad":
+        return x.is_differentiable
+    if name in _TOLD_BY_SHAPE:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(x, *args, **kwargs)
+    return NotImplemented
+
+
+_TOLD_BY_SHAPE = (
+    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "grad", "itemsize", "nbytes"),
+    *("__len__", "size", "dim", "ndimension", "nelement", "numel", "element_size", "get_device"),
+    *("is_floating_point", "is_complex"),
+)
+_LAYOUTS = (
+    *("view", "reshape", "flatten", "transpose", "swapaxes", "permute", "movedim", "moveaxis", "squeeze", "unsqueeze"),
+    *("__getitem__", "narrow", "select"),
+)
+
+
+def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+    """A function of the layout, applied to the hidden states, if the vocabulary stays whole."""
+    without_values = TracedLogits.of(x.hidden_states, x.head, x.transform, x.vocab_dim) if x.is_real else x
+    with torch._C.DisableTorchFunctionSubclass():
+        apply = Tensor.reshape if name == "view" else func  # as other memory may allow other views
+        result = apply(without_values, *args, **kwargs)
+    sizes, vocab_size = list(result.shape), x.head.vocab_size
+    places = [dim for dim in range(len(sizes)) if sizes[dim] == vocab_size and result.stride(dim) == 1]
+    is_view = all(sizes[dim] == 1 or result.stride(dim) == 0 for dim in range(len(sizes)) if dim not in places)
+    if vocab_size == 1 or len(places) != 1 or not is_view:
+        return NotImplemented
+    if name in ("view", "reshape"):
+        if places[0] != len(sizes) - 1 or x.vocab_dim != x.hidden_states.ndim - 1:
+            return NotImplemented
+        hidden_states = x.hidden_states.reshape(*sizes[:-1], x.hidden_states.shape[-1])
+    else:
+        hidden_states = func(x.hidden_states, *args, **kwargs)
+    y = TracedLogits.of(hidden_states, x.head, x.transform, places[0])
+    x.memory.is_shared = y.memory.is_shared = True
+    return y
+
+
+def _changed(x: TracedLogits, dtype: torch.dtype, **changes: Any) -> Any:
+    transform = x.transform._replace(dtype=dtype, **changes)
+    return TracedLogits.of(x.hidden_states, x.head, transform, x.vocab_dim)
+
+
+def _cast(x: TracedLogits, dtype: torch.dtype) -> Any:
+    return x if dtype == x.transform.dtype else _changed(x, dtype)
+
+
+def _to(x: TracedLogits, *args: Any, non_blocking: bool = False, copy: bool = False, **kwargs: Any) -> Any:
+    values = [*args, *kwargs.values()]
+    if copy or len(values) != 1:
+        return NotImplemented
+    value = values[0]
+    if isinstance(value, torch.dtype):
+        return _cast(x, value)
+    return x if isinstance(value, torch.device) and value == x.hidden_states.device else NotImplemented
+
+
+def _scale(x: TracedLogits, other: Any, *, divide: bool = False) -> Any:
+    if not isinstance(other, int | float) or isinstance(other, bool) or other == 0 or x.transform.normalized:
+        return NotImplemented
+    scale = x.transform.scale * (1.0 / other if divide else other)
+    return _changed(x, x.transform.dtype, scale=scale) if 0 < abs(scale) < math.inf else NotImplemented
+
+
+def _divide(x: TracedLogits, other: Any, *, rounding_mode: str | None = None) -> Any:
+    return _scale(x, other, divide=True) if rounding_mode is None else NotImplemented
+
+
+def _tanh(x: TracedLogits) -> Any:
+    if x.transform.tanh_scale is not None or x.transform.normalized:
+        return NotImplemented
+    return _changed(x, x.transform.dtype, scale=1.0, tanh_scale=x.transform.scale)
+
+
+def _cross_entropy(
+    x: TracedLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    ndim = x.hidden_states.ndim
+    fits = x.vocab_dim == min(1, ndim - 1) and target.ndim == ndim - 1 and target.dtype == torch.int64
+    if not fits or size_average is not None or reduce is not None:
+        return NotImplemented
+    loss: Any = x.cross_entropy(
+        target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+    return loss.to(torch.promote_types(x.transform.dtype, torch.float32))
+
+
+def _log_softmax(
+    x: TracedLogits, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    if dim is None or dim % x.hidden_states.ndim != x.vocab_dim:
+        return NotImplemented
+    if dtype is None:
+        is_cast = autocast_dtype(x.hidden_states.device.type) is not None and x.transform.dtype != torch.float64
+        dtype = torch.float32 if is_cast else x.transform.dtype
+    return _changed(x, dtype, normalized=True)
+
+
+def _nll_loss(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
+    return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
+
+
+def _detach(x: TracedLogits) -> Any:
+    head = x.head.map(Tensor.detach)
+    y = TracedLogits.of(x.hidden_states.detach(), head, x.transform, x.vocab_dim)
+    x.memory.is_shared = y.memory.is_shared = True
+    return y
+
+
+_RECORDED: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "type": _cast,
+    "float": lambda x: _cast(x, torch.float32),
+    "half": lambda x: _cast(x, torch.float16),
+    "bfloat16": lambda x: _cast(x, torch.bfloat16),
+    "double": lambda x: _cast(x, torch.float64),
+    "contiguous": lambda x: x,
+    "clone": lambda x: _changed(x, x.transform.dtype),
+    "mul": _scale,
+    "multiply": _scale,
+    "div": _divide,
+    "divide": _divide,
+    "true_divide": _divide,
+    "tanh": _tanh,
+    "cross_entropy": _cross_entropy,
+    "log_softmax": _log_softmax,
+    "nll_loss": _nll_loss,
+    "detach": _detach,
+}
