@@ -57,7 +57,7 @@ class TracedLogits(Tensor):
         # Strides of 0 and 1 tell where functions of the layout move the vocabulary. Nothing reads the values.
         row = hidden_states.new_full((head.vocab_size,), math.nan, dtype=transform.dtype)
         traced: Any = row.expand(*sizes, head.vocab_size).movedim(-1, vocab_dim).as_subclass(cls)
-        return traced._with(hidden_states, head, transform, vocab_dim, _Memory(), is_real=False)  # type: ignore[no-any-return]
+        return traced._with(hidden_states, head, transform, vocab_dim, _Memory(), is_real=False)
 
     def _with(
         self,
@@ -78,7 +78,7 @@ class TracedLogits(Tensor):
         traced: Any = values.as_subclass(TracedLogits)
         memory = _Memory() if memory is None else memory
         own = self.hidden_states, self.head, self.transform, self.vocab_dim
-        return traced._with(*own, memory, is_real=True)  # type: ignore[no-any-return]
+        return traced._with(*own, memory, is_real=True)
 
     @property
     def tokens(self) -> Tensor:
@@ -128,7 +128,7 @@ class TracedLogits(Tensor):
                 expression.refused = CHANGED
             with torch.set_grad_enabled(self.has_graph):
                 found["lazy"] = LazyLogits.of(expression)
-        return found["lazy"]  # type: ignore[no-any-return]
+        return found["lazy"]
 
     @classmethod
     def __torch_function__(

@@ -36,12 +36,13 @@ def _place_in_graph() -> str:
         if frame.f_code.co_filename == nn.modules.module.__file__:
             model = frame.f_locals.get("self")
             if isinstance(model, nn.Module) and LOSS_WANTED in vars(model):
-                return "whole" if _makes_criterion(type(model)) else "leaves"
+                model_class: Any = type(model)
+                return "whole" if _makes_criterion(model_class) else "leaves"
     return "stays"
 
 
 @functools.cache
-def _makes_criterion(model_class: type[nn.Module]) -> bool:
+def _makes_criterion(model_class: Any) -> bool:
     """Whether forward makes a ``CrossEntropyLoss()``, which the compiler calls without asking its arguments."""
     code = getattr(inspect.unwrap(model_class.forward), "__code__", None)
     found = code is not None and nn.CrossEntropyLoss.__name__ in code.co_names
@@ -73,7 +74,7 @@ class HeadReplacement(Replacement):
             if place == "whole":
                 return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
-            counters = getattr(self, "fusion_counters", None) or FusionCounters()
+            counters: Any = getattr(self, "fusion_counters", None) or FusionCounters()
             if not is_traced:
                 self.fusion_counters = counters
             if isinstance(self.weight, DTensor):
@@ -84,8 +85,8 @@ class HeadReplacement(Replacement):
                 weight=self.weight, bias=self.bias, compute_dtype=dtype, counters=counters, options=options
             )
             if is_traced:
-                logits = TracedLogits.of(input, head, LogitTransform(dtype))
-                return logits if place == "leaves" else logits.valued(original.forward(self, input))
+                traced_logits = TracedLogits.of(input, head, LogitTransform(dtype))
+                return traced_logits if place == "leaves" else traced_logits.valued(original.forward(self, input))
             return LazyLogits.of(Expression(input, head, LogitTransform(dtype)))
 
         return {"forward": forward}
