@@ -25,9 +25,11 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 with mock.patch("torch.library.register_fake"):  # without fakes, ops on meta tensors launch their kernels
     import liger_ops
-    from liger_ops import backend, optim, self_check
+    from liger_ops import backend, self_check
     from liger_ops.fp8 import gated_mlp, linear
     from liger_ops.loss import chunked_loss, given_classes, scale_gradient
+    from liger_ops.optim import adamw
+    from liger_ops.optim.moments import BLOCK
 
 KIB = 1024
 
@@ -125,8 +127,14 @@ def _float8(num_tokens: int, hidden_size: int, width: int) -> None:
 def _step(dtype: torch.dtype) -> None:
     """What no op with a case launches at its sizes: AdamW's update, the scaling of a gradient, given classes."""
     tensors = tuple(torch.empty(2**20, dtype=dtype) for _ in range(4))
-    options = optim.AdamW([torch.nn.Parameter(torch.empty(1))]).param_groups[0]
-    optim._Update(*tensors[:2], tensors, torch.empty(()), options).run()
+    for options in ({}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}, {"state_dtype": "8bit"}):
+        group = adamw._options_of(adamw.AdamW([torch.nn.Parameter(torch.empty(1))], **options).param_groups[0])
+        assert group is not None
+        is_8bit = group["state_dtype"] == "8bit"
+        moments = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)] if is_8bit else tensors[2:]
+        scales = tuple(torch.empty(2**20 // BLOCK) for _ in range(2)) if is_8bit else None
+        step = torch.empty(())
+        adamw._Update(*tensors[:2], (*tensors[:2], *moments), step, group, scales).run()
     scale_gradient._scale_gradient(tensors[0], torch.empty(()), dtype)
     rows, ids = torch.empty(512, 4096, dtype=dtype), torch.empty(512, 7, dtype=torch.int64)
     given_classes._given_logits(rows, rows, ids, 512)

@@ -116,7 +116,7 @@ def contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:
     file = next(ckpt_path.glob("*.pt"), None) if ckpt_path.is_dir() else ckpt_path
     found = {} if file is None else load_file(file, weights_only)
     if not isinstance(found, dict) or (file == ckpt_path and not isinstance(found.get("state_dict"), dict)):
-        raise ValueError(f"{file} is not a Lightning checkpoint: no 'state_dict' in {shown(found)}")
+        raise ValueError(f"{file} is not a Lightning checkpoint: no dict 'state_dict' in {shown(found)}")
     return found
 
 

@@ -195,7 +195,7 @@ WRONG: list[tuple[Any, ...]] = [
     ("divergence", {"vocab": "equal", "teacher_logits": ONES(4, 12)}, *VOCABULARIES),
     ("moe_router", {"num_groups": 3}, "num_groups must be", "a divisor of num_experts=8", "got 3"),
     ("moe_router", {"num_groups": 8, "group_score": "best_two"}, "num_groups must be", "fits group_score", "got 8"),
-    ("moe_router", {"num_groups": 4, "top_k": 3}, "top_k must be", "at most 2", "got 3"),
+    ("moe_router", {"top_k": 3, "num_groups": 4}, "top_k must be", "at most 2", "got 3"),
     ("moe_router", {"top_groups": 3}, "top_groups must be", "at most 2", "got 3"),
     ("moe_router", {"bias": ONES(7)}, "bias must be", "(8,)", "(7,)"),
     ("linear_topk_log_probs", {"ids": integers(4, 0)}, "at least one class", "(4, 0)"),

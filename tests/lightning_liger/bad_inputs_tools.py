@@ -31,7 +31,6 @@ BENCH: list[tuple[Any, ...]] = [
 ]
 INSPECT: list[tuple[Any, ...]] = [
     ({"model": "lama"}, "model", "'lama'", "did you mean 'llama'"),
-    ({"model": "no/such-model"}, "model", "'no/such-model'", "cache"),
     ({"model": "vit"}, "model_type", "'vit'", "causal"),
     ({"config": {"hiden_size": 1}}, "config", "hiden_size", "hidden_size"),
     ({"num_gpus": 2, "strategy": "single"}, "num_gpus", "2", "single"),
@@ -85,6 +84,7 @@ BAD_INPUTS = [
     row(partial(check_output, "no/a.json"), "output", "in a folder that exists", "no/a.json", error=FileNotFoundError),
     row(lambda tmp_path: check_output(tmp_path), "output", "the name of a file"),
     row(lambda tmp_path: inspect_model(str(tmp_path)), "model", "config.json", error=FileNotFoundError),
+    row(partial(inspect_model, "no/such-model"), "model", "'no/such-model'", "cache", error=ConnectionError),
     *(
         row(lambda function=function, make=make, each=each: function(make(), **each), *mentions)
         for function, each, *mentions in LOGITS

@@ -70,14 +70,17 @@ class HeadReplacement(Replacement):
             # Transforms of torch.func differentiate what the head computes.
             if not wanted or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)
-            place = "eager" if not is_traced else _place_in_graph() if torch.compiler.is_dynamo_compiling() else "whole"
-            if place == "whole":
-                return original.forward(self, input)
-            dtype = autocast_dtype(input.device.type) or self.weight.dtype
             counters: Any = getattr(self, "fusion_counters", None) or FusionCounters()
+            is_sharded = isinstance(self.weight, DTensor)
+            place = "eager"
+            if is_traced:
+                place = _place_in_graph() if torch.compiler.is_dynamo_compiling() else "whole"
+                if place == "whole" or is_sharded or counters.is_gathered:
+                    return original.forward(self, input)
+            dtype = autocast_dtype(input.device.type) or self.weight.dtype
             if not is_traced:
                 self.fusion_counters = counters
-            if isinstance(self.weight, DTensor):
+            if is_sharded:
                 # A forward set on the instance, as by transformers' tensor parallelism, takes tensors only.
                 logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
                 return original.forward(self, input) if logits is None else logits

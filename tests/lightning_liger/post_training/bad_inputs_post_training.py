@@ -118,7 +118,7 @@ MODULES: list[tuple[Any, ...]] = [
     (LigerDistillation, {"teacher_model_type": "no_such"}, "teacher_model_type", "'no_such'", "transformers knows"),
     (LigerMedusa, {"medusa_self_distillation": True}, "self_distillation", "True", "medusa_only_heads=True"),
     (LigerMedusa, {"lora": {"r": 4}}, "lora", "{'r': 4}", "medusa_only_heads=True"),
-    (LigerMedusa, {"medusa_pretrained": "no/such"}, "'no/such'", "medusa_lm_head.safetensors"),
+    (LigerMedusa, {"medusa_pretrained": "./no/such"}, "'./no/such'", "medusa_lm_head.safetensors"),
 ]
 OPTIONS: list[tuple[Any, ...]] = [
     ({MODE: "topk_logits", "divergence": "cosine"}, "divergence", "'cosine'", "'jsd'"),
