@@ -93,6 +93,7 @@ class _Schema:
         further = texts.get("**kwargs") or ""
         for name, default in defaults.items():
             hint, text = hints.get(name, Any), texts.get(name) or (further if f"``{name}``" in further else None)
+            hint = hint.type if isinstance(hint, dataclasses.InitVar) else hint
             # Without `| None` in the signature, as in some of Lightning, None is written to yaml files too.
             found[name] = self.for_type(hint | None if default is None else hint)
             found[name] |= {"description": " ".join(plain(text).split())} if text else {}
