@@ -427,7 +427,7 @@ class LigerMonitor(L.Callback):
             last, most = loads[-1], max(point["expert_imbalance"] for point in loads)
             yield (
                 "Busiest expert",
-                f"{last['expert_imbalance']:.3g} times the mean final, {most:.3g} max;"
+                f"{last['expert_imbalance']:.3g} times the mean, {most:.3g} max;"
                 f" {last['idle_experts_share']:.1%} of the experts idle",
             )
         peak_format = f"{{:.1%}} of {self._peak_flops / 1e12:,.4g} TFLOP/s"

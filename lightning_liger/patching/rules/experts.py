@@ -10,7 +10,6 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -37,21 +36,22 @@ _SCALES = (1.0, 30.0)
 """Of inputs; large values show limits."""
 _INDEX = torch.tensor([[0, 1], [3, 1], [1, 1], [4, 0], [0, 6], [1, 5], [3, 4]])
 """Experts of tokens: one has none, one occurs twice in a token; the last two are there where experts may be none."""
-_adapted: ContextVar[tuple[tuple[nn.Module, Any], ...]] = ContextVar("adapted", default=())
+_ADAPTERS = "liger_adapters"
 
 
 @contextmanager
 def adapted(experts: nn.Module, adapter: Any) -> Iterator[None]:
     """Has the forward of ``experts`` inside add the update of an adapter of peft to one of its weights."""
-    token = _adapted.set((*_adapted.get(), (experts, adapter)))
+    before = _adapters_of(experts)
+    vars(experts)[_ADAPTERS] = (*before, adapter)  # no submodule, and read by compiled code too
     try:
         yield
     finally:
-        _adapted.reset(token)
+        vars(experts)[_ADAPTERS] = before
 
 
-def _adapters_of(experts: nn.Module) -> list[Any]:
-    return [adapter for module, adapter in _adapted.get() if module is experts]
+def _adapters_of(experts: nn.Module) -> tuple[Any, ...]:
+    return getattr(experts, _ADAPTERS, ())
 
 
 @dataclass(frozen=True)

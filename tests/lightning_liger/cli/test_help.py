@@ -64,7 +64,9 @@ def test_arguments_of_a_function_become_options():
     assert parser.parse_args(["m"]).as_dict() == defaults | {"model": "m"}
     text = " ".join(parser.format_help().split())
     assert text.startswith("usage: lightning-liger inspect ")
-    assert all(part in text for part in ("what fits on a GPU. Needs no GPU ", "A folder with config.json", "Print JSON, "))
+    assert all(
+        part in text for part in ("what fits on a GPU. Needs no GPU ", "A folder with config.json", "Print JSON, ")
+    )
 
 
 def test_one_parser_is_made_for_a_named_subcommand():

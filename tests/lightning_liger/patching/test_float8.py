@@ -244,7 +244,7 @@ def test_the_report_says_why_layers_were_left_out() -> None:
         ("Linear down_proj", "32 x 40 are not multiples of 16"): 2,
         ("Linear o_proj", "it has hooks or parametrizations"): 1,
     }
-    with pytest.warns(UserWarning, match="fp8=fp8 rowwise converted nothing in LlamaForCausalLM.*too small to gain"):
+    with pytest.warns(UserWarning, match="fp8=fp8 rowwise converted nothing in LlamaForCausalLM.*too small to benefit"):
         apply_liger_kernels(tiny_llama(), fp8=True)
     experts = tiny_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
     entries = apply_liger_kernels(experts, fp8=EVERY).entries

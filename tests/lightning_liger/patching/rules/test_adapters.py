@@ -178,7 +178,7 @@ def test_what_is_kept_has_a_reason() -> None:
     config._experts_implementation = "eager"
     holder = adapt(fill(MixtralExperts(config)), BOTH, r=3)
     with pytest.warns(UserWarning, match="replaced nothing"):
-        assert reason_for(holder).startswith("what it adapts is not replaced: moe_experts, silu is not the same")
+        assert reason_for(holder).startswith("what it adapts is not replaced: moe_experts, silu is not equivalent")
     config = GptOssConfig(**SIZES)
     config._experts_implementation = "eager"
     assert reason_for(adapt(GptOssExperts(config), ("down_proj_bias",), r=3)) == "it adapts no weight of experts"
