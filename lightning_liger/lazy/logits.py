@@ -13,7 +13,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -29,17 +28,15 @@ from lightning_liger.lazy.tensor import LazyTensor
 _NO_LABEL = -(2**62)
 """An ``ignore_index`` that is never a label: no token is ignored."""
 
-loss_wanted: ContextVar[bool] = ContextVar("liger_loss_wanted", default=False)
-"""Whether the caller is inside :func:`lazy_logits`."""
 
+class _LossWanted:
+    """Whether the caller is inside :func:`lazy_logits`. No context variable, which compiled code cannot read."""
 
-class _Traced:
     def __init__(self) -> None:
-        self.is_wanted = False
+        self.value = False
 
 
-traced = _Traced()
-"""The same for code that ``torch.compile`` traces, which cannot read context variables."""
+loss_wanted = _LossWanted()
 
 
 @contextmanager
@@ -48,21 +45,20 @@ def lazy_logits(enabled: bool = True) -> Iterator[None]:
 
     With gradients enabled they always do.
     """
-    before = traced.is_wanted
-    token = None if torch.compiler.is_compiling() else loss_wanted.set(enabled)
-    traced.is_wanted = enabled
+    before = loss_wanted.value
+    loss_wanted.value = enabled
     try:
         yield
     finally:
-        traced.is_wanted = before
-        if token is not None:
-            loss_wanted.reset(token)
+        loss_wanted.value = before
 
 
 def as_lazy(value: Any) -> Any:
     """The lazy logits for which logits that compiled code returned stand; anything else as it is."""
+    if torch.compiler.is_compiling():
+        return value
     convert = getattr(type(value), "as_lazy", None)
-    return value if convert is None or torch.compiler.is_compiling() else convert(value)
+    return value if convert is None else convert(value)
 
 
 def materialize(logits: Tensor) -> Tensor:

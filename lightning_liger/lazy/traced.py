@@ -20,7 +20,7 @@ from liger_ops import TokenStats, linear_cross_entropy
 from liger_ops.backend import autocast_dtype, without_autocast
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
-from lightning_liger.lazy.logits import LazyLogits, as_lazy
+from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.lazy.steps import CHANGED, Period, clock
 from lightning_liger.lazy.table import name_of
 from lightning_liger.lazy.warning import warn_traced
@@ -115,7 +115,8 @@ class TracedLogits(Tensor):
 
     def as_lazy(self) -> Tensor:
         """What these stand for outside of compiled code: their values if they have some, else lazy logits."""
-        if self.is_real:
+        # The compiler makes some that have no attributes yet.
+        if not vars(self) or self.is_real:
             with torch._C.DisableTorchFunctionSubclass():
                 return self.as_subclass(Tensor)
         if self.written is not None:
@@ -136,7 +137,7 @@ class TracedLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not torch.compiler.is_dynamo_compiling():
-            return func(*_each(as_lazy, args), **_each(as_lazy, kwargs))
+            return func(*_each(_settled, args), **_each(_settled, kwargs))
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         x, name = args[0] if args else None, _name_of(func)
@@ -176,6 +177,10 @@ def _each(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {name: _each(function, part) for name, part in tree.items()}
     return function(tree)
+
+
+def _settled(value: Any) -> Any:
+    return value.as_lazy() if isinstance(value, TracedLogits) else value
 
 
 def _computed(value: Any) -> Any:

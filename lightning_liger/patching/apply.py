@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
 from liger_ops.fp8.products import unsupported
-from lightning_liger.lazy.logits import loss_wanted, traced
+from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import (
@@ -295,15 +295,9 @@ def _watch_labels(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    has_labels = kwargs.get("labels") is not None
-    if torch.compiler.is_compiling():
-        vars(model)[LOSS_WANTED].append(traced.is_wanted)
-        traced.is_wanted = traced.is_wanted or has_labels
-        return
-    vars(model)[LOSS_WANTED].append(loss_wanted.get())
-    if has_labels:
-        loss_wanted.set(True)
-    if hasattr(model, "get_output_embeddings"):
+    vars(model)[LOSS_WANTED].append(loss_wanted.value)
+    loss_wanted.value = loss_wanted.value or kwargs.get("labels") is not None
+    if not torch.compiler.is_compiling() and hasattr(model, "get_output_embeddings"):
         head = model.get_output_embeddings()
         if isinstance(head, nn.Module) and not all(isinstance(each, Patched) for each in _projections(head)):
             rank_zero_warn(
@@ -314,8 +308,4 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    before = vars(model)[LOSS_WANTED].pop()
-    if torch.compiler.is_compiling():
-        traced.is_wanted = before
-    else:
-        loss_wanted.set(before)
+    loss_wanted.value = vars(model)[LOSS_WANTED].pop()

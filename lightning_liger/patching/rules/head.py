@@ -15,7 +15,7 @@ from liger_ops.backend import autocast_dtype
 from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
-from lightning_liger.lazy.logits import LazyLogits, loss_wanted, traced
+from lightning_liger.lazy.logits import LazyLogits, loss_wanted
 from lightning_liger.lazy.steps import living
 from lightning_liger.lazy.traced import TracedLogits
 from lightning_liger.lazy.warning import warn_criterion
@@ -66,7 +66,7 @@ class HeadReplacement(Replacement):
         def forward(self: nn.Linear, input: Tensor) -> Tensor | LazyLogits:
             differentiable = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
             is_traced = torch.compiler.is_compiling()
-            wanted = differentiable or (traced.is_wanted if is_traced else loss_wanted.get())
+            wanted = differentiable or loss_wanted.value
             # Transforms of torch.func differentiate what the head computes.
             if not wanted or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)

@@ -90,7 +90,7 @@ def test_logits_are_lazy_in_every_stage_with_a_loss_and_whole_in_predict_and_aft
     trainer.test(module, make_loader(1, 1), verbose=False)
     trainer.predict(module, make_loader(1, 1))
     assert module.kinds == {"train": LazyLogits, "val": LazyLogits, "test": LazyLogits, "predict": torch.Tensor}
-    assert not loss_wanted.get()
+    assert not loss_wanted.value
     with pytest.raises(KeyError, match="labels"):
         trainer.test(module, DataLoader([{"input_ids": torch.zeros(1, 3).long()}], batch_size=None))
-    assert not loss_wanted.get()
+    assert not loss_wanted.value

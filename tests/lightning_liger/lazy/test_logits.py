@@ -89,7 +89,7 @@ def test_head_without_gradients_is_lazy_only_where_a_loss_is_wanted() -> None:
             assert isinstance(twin.lazy_head(twin.lazy_input), LazyLogits)
             with lazy_logits(enabled=False):
                 assert isinstance(twin.lazy_head(twin.lazy_input), Tensor)
-            assert loss_wanted.get()
+            assert loss_wanted.value
         assert isinstance(twin.lazy_head(twin.lazy_input), Tensor)
 
 

@@ -55,7 +55,7 @@ def test_kernels_are_applied_once_and_logits_are_lazy_in_every_stage_with_a_loss
     trainer.fit(module, make_loader(0, 1), make_loader(1, 1))
     assert trainer.global_step == 2
     assert module.kinds == {"train": kind, "val": kind, "test": kind, "predict": torch.Tensor}
-    assert not loss_wanted.get()
+    assert not loss_wanted.value
     assert kernels == "none" or trainer.strategy.patch_report is report
     assert [type(part) for part in module.modules()] == classes
 
