@@ -134,7 +134,7 @@ def _step(dtype: torch.dtype) -> None:
         moments = [torch.empty(2**20, dtype=torch.uint8) for _ in range(2)] if is_8bit else tensors[2:]
         scales = tuple(torch.empty(2**20 // BLOCK) for _ in range(2)) if is_8bit else None
         step = torch.empty(())
-        adamw._Update(*tensors[:2], (*tensors[:2], *moments), step, group, scales).run()
+        adamw._Update(*tensors[:2], (*tensors[:2], *moments), step, group, scales)._launch()
     scale_gradient._scale_gradient(tensors[0], torch.empty(()), dtype)
     rows, ids = torch.empty(512, 4096, dtype=dtype), torch.empty(512, 7, dtype=torch.int64)
     given_classes._given_logits(rows, rows, ids, 512)
