@@ -97,7 +97,7 @@ LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(7))
 def test_recorded_programs_have_stock_values_and_no_logits(seed: int) -> None:
     random = Random(seed)
     steps, loss_of = random.choices(ELEMENTWISE, k=random.randrange(4)), LOSSES[seed % len(LOSSES)]
@@ -170,11 +170,9 @@ NEED_VALUES_INSIDE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*materializes the logits")
-@pytest.mark.parametrize("name", [*NEED_VALUES, *NEED_VALUES_INSIDE])
-@pytest.mark.parametrize("is_around", [False, True], ids=["model", "function"])
-def test_other_programs_have_stock_values(name: str, is_around: bool) -> None:
-    if name in NEED_VALUES_INSIDE and not is_around:
-        pytest.skip("the compiler passes logits by that leave its graph")
+@pytest.mark.parametrize(("place", "name"), enumerate([*NEED_VALUES, *NEED_VALUES_INSIDE]))
+def test_other_programs_have_stock_values(place: int, name: str) -> None:
+    is_around = name in NEED_VALUES_INSIDE or place % 2 == 1  # the compiler passes logits by that leave its graph
     stock, patched = pair((NEED_VALUES | NEED_VALUES_INSIDE)[name])
     inputs = batch()
     want = stock(*inputs)
@@ -274,7 +272,7 @@ def patched_after(model: nn.Module, is_after: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("model_type", "is_after"),
-    [("llama", False), ("llama", True), ("gemma2", True), ("cohere", False), ("granite", True), ("qwen3_moe", False)],
+    [("llama", False), ("gemma2", True), ("cohere", False), ("qwen3_moe", False)],
 )
 def test_models_compile_to_one_graph_without_logits(model_type: str, is_after: bool) -> None:
     stock = tiny_model(model_type)
