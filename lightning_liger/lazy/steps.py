@@ -37,6 +37,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.period = Period()
+        self.is_read = False  # whether there is such code; periods without it need no end
 
 
 clock = Clock()
@@ -90,8 +91,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses later reads of what still is lazy, also of what a closure left, which computes the loss in the step."""
     for root in _roots_of_parameters(optimizer):
         _refuse(root, CHANGED)
-    clock.period.end(optimizer)
-    clock.period = Period()
+    if clock.is_read:
+        clock.period.end(optimizer)
+        clock.period = Period()
 
 
 def _roots_of_parameters(optimizer: Optimizer) -> Iterator[Expression]:

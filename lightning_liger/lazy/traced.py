@@ -1,9 +1,10 @@
 """Lazy logits in code that ``torch.compile`` traces.
 
-Lazy logits without memory cannot be made in a graph. :class:`TracedLogits` are a view of one
-row of the vocabulary, expanded to the shape of the logits, with the head's input and parameters as attributes. What is
-applied to them is recorded at the time of tracing, so that a graph has the fused loss and no logits. Outside of
-compiled code they stand for :class:`~.LazyLogits`, which they become once any function of PyTorch gets them.
+Lazy logits without memory cannot be made in a graph. :class:`TracedLogits` have the head's input and parameters as
+attributes. What is applied to them is recorded at the time of tracing, so that a graph has the fused loss and no
+logits. Those that stay in their graph have the real values too, which it drops unless something reads them. Those that
+leave it are one row of the vocabulary, expanded to the shape of the logits: outside of compiled code they stand for
+:class:`~.LazyLogits`, which they become once any function of PyTorch gets them.
 """
 
 from __future__ import annotations

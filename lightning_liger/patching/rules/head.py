@@ -16,7 +16,7 @@ from lightning_liger.lazy.distributed import distributed_logits
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import FusionCounters, HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits, loss_wanted
-from lightning_liger.lazy.steps import living
+from lightning_liger.lazy.steps import clock, living
 from lightning_liger.lazy.traced import TracedLogits
 from lightning_liger.lazy.warning import warn_criterion
 from lightning_liger.patching.rules.base import Replacement, Rule
@@ -37,7 +37,10 @@ def _place_in_graph() -> str:
             model = frame.f_locals.get("self")
             if isinstance(model, nn.Module) and LOSS_WANTED in vars(model):
                 model_class: Any = type(model)
-                return "whole" if _makes_criterion(model_class) else "leaves"
+                if _makes_criterion(model_class):
+                    return "whole"
+                clock.is_read = True
+                return "leaves"
     return "stays"
 
 
@@ -70,7 +73,11 @@ class HeadReplacement(Replacement):
             # Transforms of torch.func differentiate what the head computes.
             if not wanted or torch._C._are_functorch_transforms_active():
                 return original.forward(self, input)
-            counters: Any = getattr(self, "fusion_counters", None) or FusionCounters()
+            counters: Any = getattr(self, "fusion_counters", None)
+            if counters is None:
+                counters = FusionCounters()
+                if not is_traced:
+                    self.fusion_counters = counters
             is_sharded = isinstance(self.weight, DTensor)
             place = "eager"
             if is_traced:
@@ -78,8 +85,6 @@ class HeadReplacement(Replacement):
                 if place == "whole" or is_sharded or counters.is_gathered:
                     return original.forward(self, input)
             dtype = autocast_dtype(input.device.type) or self.weight.dtype
-            if not is_traced:
-                self.fusion_counters = counters
             if is_sharded:
                 # A forward set on the instance, as by transformers' tensor parallelism, takes tensors only.
                 logits = None if "forward" in vars(self) else distributed_logits(self, input, dtype, counters, options)
