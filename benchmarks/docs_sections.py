@@ -304,6 +304,28 @@ def models() -> str:
     return _table(("model", "Hugging Face", "liger-kernel", "lightning-liger", "speed", "memory"), rows)
 
 
+def experts() -> str:
+    """Time, rate and memory of layers of experts, and of a model of four."""
+    table = []
+    for path in sorted(RESULTS.glob("experts_*h200.jsonl")):
+        lines = [line for line in read_results(path).lines if line["kind"] != "phase"]
+        for key in dict.fromkeys((line["model"], line["num_tokens"], line["routing"]) for line in lines):
+            model, num_tokens, routing = key
+            found = {
+                line["name"]: line for line in lines if (line["model"], line["num_tokens"], line["routing"]) == key
+            }
+            cells = [
+                f"{one['ms']:.1f} / {_number(one['flops'] and one['flops'] / one['ms'] / 1e9, ',.0f')} / "
+                f"{one['peak_mib']:,.0f}"
+                if (one := found.get(name))
+                else "-"
+                for name in ("transformers", "liger-kernel", "lightning-liger")
+            ]
+            title = f"`{model}`" + ("" if routing is None else f", Dirichlet {routing:g}")
+            table.append((title, f"{num_tokens:,}", *cells))
+    return _table(("layer", "tokens", "transformers", "liger-kernel", "lightning-liger"), table)
+
+
 def estimates() -> str:
     """Measured peaks of memory and their estimates."""
     table = [
@@ -454,7 +476,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], str]]] = {
     "docs/index.md: training": ("docs/index.md", training),
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)
-        for section in (training, budgets, scaling, batches, models, loss, ops, optimizer, claims)
+        for section in (training, budgets, scaling, batches, models, experts, loss, ops, optimizer, claims)
     },
     **{
         f"docs/benchmarks.md: {section.__name__}": ("docs/benchmarks.md", section)

@@ -2,7 +2,8 @@
 
 All get the same routing. Useful FLOPs are those of the products of pairs of a token and one of its experts, without
 what tiles are padded with. Each phase of ours is measured alone too, beside the time of its FLOPs at the rate of one
-large product, or of its bytes at the rate of a copy, whichever is longer.
+large product, or of its bytes at the rate of a copy, whichever is longer. ``four_layers`` is a model with attention
+and a head, forward and backward: what a layer's speed is worth in a step.
 """
 
 import argparse
@@ -11,16 +12,20 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from benchmarks.arguments import names
@@ -30,12 +35,15 @@ from benchmarks.fp8 import Timer, make_grid
 from benchmarks.records import Writer
 from benchmarks.timing import QUICK, Effort, Rates, peak_mib
 from benchmarks.training.arms import parse_numbers
+from benchmarks.training.dims import make_model
 from benchmarks.training.train import number
+from benchmarks.training.worker import apply_liger_kernel
 from liger_ops import backend
 from liger_ops.moe import gradients, products, tiles
 from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.gate import Gate
 from liger_ops.moe.index import make_index
+from lightning_liger import apply_liger_kernels
 
 OURS, GROUPED, LIGER_KERNEL = "lightning-liger", "transformers", "liger-kernel"
 
@@ -64,6 +72,14 @@ SIZES = {
     "qwen3_next": Sizes(2048, 512, 512, 10),
 }
 _TINY = Sizes(32, 16, 4, 2)
+FOUR_LAYERS = "four_layers"
+_PATCHES: dict[str, Callable[[Any], Any]] = {
+    GROUPED: lambda model: None,
+    OURS: apply_liger_kernels,
+    f"{OURS}, strategy": lambda model: Fabric(strategy="liger", devices=1, precision="bf16-true").setup_module(model),
+    LIGER_KERNEL: apply_liger_kernel,
+}
+"""Each patches a model, and may return one that wraps it."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +90,13 @@ class Measurement:
         model: A name in ``SIZES``.
         num_tokens: Rows of the input.
         routing: The concentration of the Dirichlet distribution that experts' chances are drawn from; None if equal.
-        kind: ``"layer"`` or ``"phase"``.
+        kind: ``"layer"``, ``"phase"`` or ``"model"``.
         name: Of the contender, or of the phase.
         ms: Milliseconds of GPU kernels; by the clock without a GPU.
         flops: Useful ones.
         floor_ms: Of phases, see the module.
-        kept_mib: Of layers, memory between forward and backward beyond inputs and weights.
-        peak_mib: Of layers, peak memory beyond inputs and weights, gradients included.
+        kept_mib: Memory between forward and backward beyond inputs and weights.
+        peak_mib: Peak memory beyond inputs and weights, gradients included.
         error: Of layers, the largest relative distance of an output or gradient from transformers'.
     """
 
@@ -152,6 +168,7 @@ class Layer:
         return grouped_mm_experts_forward(module, self.x, self.index, self.scores)
 
     def contenders(self) -> dict[str, Callable[[], Tensor]]:
+        """What is compared; liger-kernel's, which takes minutes to tune itself, at the end."""
         found = {GROUPED: self.grouped, OURS: self.ours}
         if not self.biases and self.x.is_cuda:
             try:
@@ -168,14 +185,22 @@ class Layer:
         return (y, *torch.autograd.grad(y, leaves, self.grad))
 
 
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    """Relative to the expected one's norm; in parts, as gradients of weights are large."""
+    pairs = zip(actual.detach().flatten().split(2**26), expected.detach().flatten().split(2**26), strict=True)
+    squares = [((a.float() - b.float()).square().sum(), b.float().square().sum()) for a, b in pairs]
+    error, total = (sum(each) for each in zip(*squares, strict=True))
+    return float(error / total) ** 0.5
+
+
 def measure_layer(name: str, layer: Layer, routing: float | None, timer: Timer) -> Iterator[Measurement]:
     """The whole layer by each contender."""
     num_tokens = layer.x.shape[0]
-    truth = [each.float().cpu() for each in layer.step(layer.grouped)]
+    truth = layer.step(layer.grouped)
     for contender, forward in layer.contenders().items():
         step = functools.partial(layer.step, forward)
         found = step()
-        error = max(((a.float().cpu() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True))
+        error = max(map(_distance, found, truth))
         del found
         kept = peak = None
         if layer.x.is_cuda:
@@ -223,7 +248,7 @@ def measure_phases(name: str, layer: Layer, routing: float | None, timer: Timer,
             pair,
             (a, grad, grads[1]),
             lambda: gradients.weight_gradient(
-                *((a, grad) if transposed else (grad, a)), index, top_k, not transposed, grads[1], None, scores
+                *((a, grad) if transposed else (grad, a)), index, top_k, not transposed, grads[1]
             ),
         ),
         "gradient of rows": (
@@ -235,7 +260,7 @@ def measure_phases(name: str, layer: Layer, routing: float | None, timer: Timer,
             2 * pair,
             (grad_z, x, grads[0]),
             lambda: gradients.weight_gradient(
-                *((x, grad_z) if transposed else (grad_z, x)), index, top_k, transposed, grads[0], None, None
+                *((x, grad_z) if transposed else (grad_z, x)), index, top_k, transposed, grads[0]
             ),
         ),
     }
@@ -245,10 +270,48 @@ def measure_phases(name: str, layer: Layer, routing: float | None, timer: Timer,
         yield Measurement(name, num_tokens, routing, "phase", phase, timer.ms(run), flops or None, floor_ms=floor)
 
 
+def measure_model(arm: str, quick: bool, device: torch.device) -> Measurement | None:
+    """Four layers of the widths of Qwen3-30B-A3B and a head of 32,768 words, on four sequences of 2,048 tokens."""
+    config = Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, vocab_size=32768, num_hidden_layers=4, use_cache=False,
+    )  # fmt: skip
+    if quick:
+        config.update({"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2})
+        config.update({"head_dim": 8, "vocab_size": 99})
+    model = make_model(config, device, DTYPE)
+    try:
+        patched = _PATCHES[arm](model)
+    except ImportError:
+        return None
+    run = patched if isinstance(patched, torch.nn.Module) else model
+    ids = torch.randint(config.vocab_size, (2, 8) if quick else (4, 2048), device=device)
+
+    def forward() -> Tensor:
+        return run(input_ids=ids, labels=ids).loss
+
+    def step() -> None:
+        forward().backward()
+        model.zero_grad()
+
+    step()
+    kept = peak = None
+    if device.type == "cuda":
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        loss = forward()
+        kept = (torch.cuda.memory_allocated() - before) / 2**20
+        del loss
+        peak = peak_mib(step, device)
+    timer = Timer(device, QUICK if quick else Effort(milliseconds=500), None)
+    return Measurement(FOUR_LAYERS, ids.numel(), None, "model", arm, timer.ms(step), kept_mib=kept, peak_mib=peak)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    every = *SIZES, FOUR_LAYERS
     parser.add_argument(
-        "--model", type=names("model", tuple(SIZES)), default=tuple(SIZES), metavar="MODEL,...",
-        help=f"which sizes (default: all): {', '.join(SIZES)}",
+        "--model", type=names("model", every), default=every, metavar="MODEL,...",
+        help=f"which sizes (default: all): {', '.join(every)}",
     )  # fmt: skip
     parser.add_argument("--tokens", type=parse_numbers, metavar="N,...", help="rows of the input (default: 8k)")
     parser.add_argument(
@@ -267,20 +330,39 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
         "matrix_tflop_s": rates and rates.matrix / 1e12,
     }
     with Writer(Path(f"{stem}.jsonl"), about, "experts") as writer:
+
+        def keep(found: Iterator[Measurement]) -> list[Measurement]:
+            kept = []
+            for one in found:  # written at once, as the next one may take long
+                writer.write(one)
+                kept.append(one)
+            return kept
+
         for name in options.model:
+            if name == FOUR_LAYERS:
+                console.print(*tables(keep(measure_models(options.quick, device))))
+                continue
             for num_tokens in options.tokens or ((33,) if options.quick else (8192,)):
                 sizes = _TINY if options.quick else SIZES[name]
                 layer = Layer(sizes, num_tokens, options.routing, Maker(device))
-                found = list(measure_layer(name, layer, options.routing, timer))
+                found = []
                 if rates is not None and backend.use_triton(layer.x):
-                    found += measure_phases(name, layer, options.routing, timer, rates)
-                for one in found:
-                    writer.write(one)
+                    found += keep(measure_phases(name, layer, options.routing, timer, rates))
+                found += keep(measure_layer(name, layer, options.routing, timer))
                 for table in tables(found):
                     console.print(table)
                 del layer
                 gc.collect()
     return True
+
+
+def measure_models(quick: bool, device: torch.device) -> Iterator[Measurement]:
+    """Of each arm, in a process of its own: liger-kernel's changes are for every model of the process."""
+    for arm in _PATCHES:
+        with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as process:
+            found = process.submit(measure_model, arm, quick, device).result()
+        if found is not None:
+            yield found
 
 
 def tables(found: list[Measurement]) -> Iterator[Table]:
@@ -289,7 +371,7 @@ def tables(found: list[Measurement]) -> Iterator[Table]:
     title += "" if found[0].routing is None else f", Dirichlet {found[0].routing:g}"
     grid = make_grid(f"{title}: forward and backward", "experts", "ms", "TFLOP/s", "kept MiB", "peak MiB", "distance")
     for one in found:
-        if one.kind == "layer":
+        if one.kind != "phase":
             rate = one.flops and one.flops / one.ms / 1e9
             numbers = number(rate, ",.0f"), number(one.kept_mib, ",.0f"), number(one.peak_mib, ",.0f")
             grid.add_row(one.name, f"{one.ms:.3f}", *numbers, number(one.error, ".4f"))

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks import experts
 from benchmarks.__main__ import main
 from benchmarks.cases import AGAINST
 from benchmarks.ops import OPS
@@ -179,6 +180,10 @@ def test_experts_are_measured_beside_transformers(tmp_path: Path, capsys: pytest
         (model, name) for model in ("olmoe", "gpt_oss_20b") for name in ("transformers", "lightning-liger")
     ]
     assert all(line["flops"] == 18 * 9 * 2 * 32 * 16 and line["error"] < 0.02 for line in found)
+    for arm in ("transformers", "lightning-liger", "lightning-liger, strategy"):
+        found = experts.measure_model(arm, True, torch.device("cpu"))
+        assert found is not None
+        assert found.ms > 0
 
 
 @without_gpu

@@ -182,7 +182,10 @@ VARIANTS = {
         make=frozen_head,
     ),
     ("token_log_probs", "everything"): CHECKS["token_log_probs"]._replace(
-        call=token_scores, plain=plain_token_scores, make=logits_and_temperatures
+        call=token_scores,
+        plain=plain_token_scores,
+        make=logits_and_temperatures,
+        magnitude=10.0,  # 2.5 / a quarter
     ),
     ("linear_topk_log_probs", "renormalized"): CHECKS["linear_topk_log_probs"]._replace(
         call=topk_renormalized, plain=plain_renormalized

@@ -247,7 +247,7 @@ def _gradients(
     narrow = partial(products.narrow, index=where, block_rows=block_rows)
     (gate_up_a, gate_up_b, down_a, down_b), grads = adapters, list[Any](adapters)
     needs_z = needs_x or needs_gate_up or needs_gate_up_bias or any(needs_adapters[:2])
-    needs_scaled = needs_down or needs_down_bias or any(needs_adapters[2:])
+    needs_scaled = needs_down or any(needs_adapters[2:])
     grad_z = None if not needs_z else z if overwrite else torch.empty_like(z)
     scaled = grad.new_empty((z.shape[0], layout.width)) if needs_scaled else None
     grad_scores = torch.empty_like(scores)
@@ -262,20 +262,22 @@ def _gradients(
 
     def differentiate(place: int, left: Any, right: Any, left_gathered: bool | None) -> None:
         made = grads[place] = torch.empty_like(grads[place])
-        gradients.weight_gradient(left, right, where, top_k, left_gathered, made, None, None)
+        gradients.weight_gradient(left, right, where, top_k, left_gathered, made)
 
     if scaled is not None:
         if needs_adapters[2]:
             differentiate(2, low, scaled, None)
         if needs_adapters[3]:
             differentiate(3, grad, narrow(scaled, down_a), True)
-        if needs_down or needs_down_bias:
+        if needs_down:
             grad_down = down.new_empty(down.shape)
-            grad_down_bias = torch.empty_like(down_bias) if needs_down_bias and down_bias is not None else None
             pair = (scaled, grad) if layout.transposed else (grad, scaled)
-            gradients.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down, grad_down_bias, scores)
+            gradients.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down)
             del pair
         del scaled
+    if needs_down_bias and down_bias is not None:
+        grad_down_bias = torch.empty_like(down_bias)
+        gradients.bias_gradient(grad, scores, where, top_k, grad_down_bias)
     low = None if grad_z is None or gate_up_b is None else narrow(grad_z, gate_up_b.mT)
     if needs_x and grad_z is not None:
         rows = grad.new_empty((z.shape[0], x.shape[1]))
@@ -288,11 +290,13 @@ def _gradients(
         differentiate(0, low, x, False)
     if needs_adapters[1]:
         differentiate(1, grad_z, narrow(x, gate_up_a, top_k=top_k), None)
-    if grad_z is not None and (needs_gate_up or needs_gate_up_bias):
+    if grad_z is not None and needs_gate_up_bias:
+        grad_gate_up_bias = gate_up.new_empty((layout.num_experts, z.shape[1]))
+        gradients.bias_gradient(grad_z, None, where, top_k, grad_gate_up_bias)
+    if grad_z is not None and needs_gate_up:
         grad_gate_up = gate_up.new_empty(gate_up.shape)
-        grad_gate_up_bias = gate_up.new_empty((layout.num_experts, z.shape[1])) if needs_gate_up_bias else None
         pair = (x, grad_z) if layout.transposed else (grad_z, x)
-        gradients.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up, grad_gate_up_bias, None)
+        gradients.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up)
     found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias, *grads
     return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
 

@@ -9,10 +9,9 @@ from liger_ops import backend
 from liger_ops.moe.gate import Gate, gate_values
 from liger_ops.moe.index import Index
 from liger_ops.moe.tiles import (
-    Blocks,
     choose_blocks,
+    choose_gradient_blocks,
     find_tile,
-    fit,
     halve,
     low_rank,
     multiply,
@@ -144,28 +143,41 @@ def _gate_backward_kernel(
     tl.store(partial_ptr + rows.to(tl.int64) * num_blocks + block, part, mask=inside)
 
 
+@triton.jit
+def _load_rows(
+    ptr, tokens, start, terms, inside, stride, columns, num_columns, GATHERED: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Columns of rows of tokens, all of which are read; or of rows from ``start``, 0 in those not inside."""
+    if GATHERED:
+        ptrs = ptr + tokens[:, None] * stride + columns[None, :]
+        rows = tl.load(ptrs) if EVEN else tl.load(ptrs, mask=(columns < num_columns)[None, :], other=0.0)
+    else:
+        ptrs = ptr + start.to(tl.int64) * stride + (terms[:, None] * stride + columns[None, :])
+        mask = inside[:, None] if EVEN else inside[:, None] & (columns < num_columns)[None, :]
+        rows = tl.load(ptrs, mask=mask, other=0.0)
+    return rows
+
+
 @backend.Kernel
 def _weight_gradient_kernel(
     left_ptr,  # [num_pairs or num_tokens, num_outputs]
     right_ptr,  # [num_pairs or num_tokens, num_inputs]
     grad_ptr,  # [num_experts, num_outputs, num_inputs]
-    grad_bias_ptr,  # [num_experts, num_outputs or num_inputs] or None: sums of rows of left or right
-    scores_ptr,  # [num_pairs] or None: factors of the rows in these sums
     pair_ptr,
     offsets_ptr,
-    top_k,
     num_outputs,
     num_inputs,
     left_stride,
     right_stride,
     num_output_blocks,
     num_input_blocks,
-    LEFT_GATHERED: tl.constexpr,  # whether left has the rows of tokens
+    TOP_K: tl.constexpr,
+    LEFT_GATHERED: tl.constexpr,  # whether left has the rows of tokens; not both have
     RIGHT_GATHERED: tl.constexpr,
-    LEFT_BIAS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     BLOCK_TERMS: tl.constexpr,
+    EVEN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -180,44 +192,62 @@ def _weight_gradient_kernel(
     end = tl.load(offsets_ptr + expert + 1)
     terms = tl.arange(0, BLOCK_TERMS)
     total = tl.zeros((BLOCK_OUTPUTS, BLOCK_INPUTS), tl.float32)
-    bias = tl.zeros((BLOCK_OUTPUTS if LEFT_BIAS else BLOCK_INPUTS,), tl.float32)
+    # After the expert's last row, the token of that row is multiplied with 0: it is lost already if it is not finite.
+    last = tl.maximum(end - 1, 0)
     # A load whose address the same iteration loads is not done ahead of time, so addresses are carried.
-    pairs = tl.load(pair_ptr + start + terms, mask=start + terms < end, other=0)
-    for begin in tl.range(start, end, BLOCK_TERMS, num_stages=NUM_STAGES):
-        rows = begin + terms
-        inside = rows < end
-        tokens = (pairs // top_k).to(tl.int64)
-        if scores_ptr is not None:
-            scores = tl.load(scores_ptr + pairs, mask=inside, other=0.0).to(tl.float32)
-        pairs = tl.load(pair_ptr + rows + BLOCK_TERMS, mask=rows + BLOCK_TERMS < end, other=0)
-        left_rows = tokens if LEFT_GATHERED else rows.to(tl.int64)
-        right_rows = tokens if RIGHT_GATHERED else rows.to(tl.int64)
-        left = tl.load(
-            left_ptr + left_rows[:, None] * left_stride + outputs[None, :],
-            mask=inside[:, None] & (outputs < num_outputs)[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            right_ptr + right_rows[:, None] * right_stride + inputs[None, :],
-            mask=inside[:, None] & (inputs < num_inputs)[None, :],
-            other=0.0,
+    pairs = tl.load(pair_ptr + tl.minimum(start + terms, last))
+    row = start
+    for _ in tl.range(start, end, BLOCK_TERMS, num_stages=NUM_STAGES):
+        tokens = (pairs // TOP_K).to(tl.int64)
+        pairs = tl.load(pair_ptr + tl.minimum(row + BLOCK_TERMS + terms, last))
+        inside = terms < end - row
+        left = _load_rows(left_ptr, tokens, row, terms, inside, left_stride, outputs, num_outputs, LEFT_GATHERED, EVEN)
+        right = _load_rows(
+            right_ptr, tokens, row, terms, inside, right_stride, inputs, num_inputs, RIGHT_GATHERED, EVEN
         )
         total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
-        if grad_bias_ptr is not None:
-            wide = left.to(tl.float32) if LEFT_BIAS else right.to(tl.float32)
-            if scores_ptr is not None:
-                wide *= scores[:, None]
-            bias += tl.sum(wide, axis=0)
-    long_expert = expert.to(tl.int64)
+        row += BLOCK_TERMS
     mask = (outputs < num_outputs)[:, None] & (inputs < num_inputs)[None, :]
-    ptrs = grad_ptr + (long_expert * num_outputs + outputs[:, None]) * num_inputs + inputs[None, :]
+    ptrs = grad_ptr + (expert.to(tl.int64) * num_outputs + outputs[:, None]) * num_inputs + inputs[None, :]
     tl.store(ptrs, total.to(grad_ptr.dtype.element_ty), mask=mask)
-    if grad_bias_ptr is not None:
-        size = num_outputs if LEFT_BIAS else num_inputs
-        places = outputs if LEFT_BIAS else inputs
-        is_first = (place // num_output_blocks if LEFT_BIAS else place % num_output_blocks) == 0
-        ptrs = grad_bias_ptr + long_expert * size + places
-        tl.store(ptrs, bias.to(grad_bias_ptr.dtype.element_ty), mask=(places < size) & is_first)
+
+
+@backend.Kernel
+def _bias_gradient_kernel(
+    rows_ptr,  # [num_pairs, num_columns], or with scores [num_tokens, num_columns]
+    scores_ptr,  # [num_pairs] or None: factors of the rows of tokens
+    pair_ptr,
+    offsets_ptr,
+    grad_ptr,  # [num_experts, num_columns]
+    num_columns,
+    row_stride,
+    num_blocks,
+    TOP_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program adds up a block of columns of one expert's rows, in float32."""
+    program = tl.program_id(0)
+    expert = program // num_blocks
+    columns = program % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in tl.range(start, end, BLOCK_ROWS):
+        rows = begin + tl.arange(0, BLOCK_ROWS)
+        inside = rows < end
+        mask = inside[:, None] & (columns < num_columns)[None, :]
+        if scores_ptr is not None:
+            pairs = tl.load(pair_ptr + rows, mask=inside, other=0)
+            scores = tl.load(scores_ptr + pairs, mask=inside, other=0.0).to(tl.float32)
+            rows = pairs // TOP_K
+        values = tl.load(rows_ptr + rows.to(tl.int64)[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
+        values = values.to(tl.float32)
+        if scores_ptr is not None:
+            values *= scores[:, None]
+        total += tl.sum(values, axis=0)
+    ptrs = grad_ptr + expert.to(tl.int64) * num_columns + columns
+    tl.store(ptrs, total.to(grad_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
 @backend.Kernel
@@ -260,7 +290,7 @@ def gate_backward(
     """
     width, hidden_size = weight.shape[1:]
     shared_bytes = backend.hardware(grad.device).ahead_bytes
-    blocks = choose_blocks(width, hidden_size, grad.dtype, block_rows, False, shared_bytes)
+    blocks = choose_blocks(width, hidden_size, grad.dtype, block_rows, shared_bytes, 128)
     shape = shape_of(blocks, width, hidden_size, grad.dtype)
     partial = grad.new_empty((z.shape[0], shape["num_blocks"]), dtype=torch.float32)
     _gate_backward_kernel.launch(
@@ -301,54 +331,59 @@ def gate_backward(
 
 
 def weight_gradient(
-    left: Tensor,
-    right: Tensor,
-    index: Index,
-    top_k: int,
-    left_gathered: bool | None,
-    grad: Tensor,
-    grad_bias: Tensor | None,
-    scores: Tensor | None,
+    left: Tensor, right: Tensor, index: Index, top_k: int, left_gathered: bool | None, grad: Tensor
 ) -> None:
     """Writes ``left.T @ right`` over the rows of each expert, one of which has the rows of tokens, or none for None.
 
-    ``grad`` is ``[num_experts, columns of left, columns of right]``, ``grad_bias`` the sums of the rows of the one
-    whose columns it has, times scores.
+    ``grad`` is ``[num_experts, columns of left, columns of right]``.
     """
     num_experts, num_outputs, num_inputs = grad.shape
-    half = left.dtype.itemsize == 2
-    block_outputs = min(max(16, backend.next_power_of_2(num_outputs)), 128 if half else 64)
-    block_inputs = min(max(16, backend.next_power_of_2(num_inputs)), 256 if half else 64)
-    num_warps = 8 if block_outputs * block_inputs > 128 * 128 else 4
-    blocks = Blocks(block_outputs, block_inputs, 64 if half else 32, num_warps, 3 if half else 2)
-    blocks = fit(blocks, left.dtype.itemsize, backend.hardware(left.device).ahead_bytes)
-    block_inputs = blocks.columns
-    num_output_blocks, num_input_blocks = -(-num_outputs // block_outputs), -(-num_inputs // block_inputs)
-    # Rows of tokens are those of x or of the output's gradient; a bias belongs to what is not x.
-    left_bias = left_gathered == (scores is not None)
+    shared_bytes = backend.hardware(left.device).ahead_bytes
+    blocks = choose_gradient_blocks(num_outputs, num_inputs, left.dtype, left_gathered is True, shared_bytes)
+    num_output_blocks, num_input_blocks = -(-num_outputs // blocks.rows), -(-num_inputs // blocks.columns)
     _weight_gradient_kernel.launch(
         num_experts * num_output_blocks * num_input_blocks,
         left_ptr=left,
         right_ptr=right,
         grad_ptr=grad,
-        grad_bias_ptr=grad_bias,
-        scores_ptr=None if grad_bias is None else scores,
         pair_ptr=index.pair_of_row,
         offsets_ptr=index.offsets,
-        top_k=top_k,
         num_outputs=num_outputs,
         num_inputs=num_inputs,
         left_stride=left.stride(0),
         right_stride=right.stride(0),
         num_output_blocks=num_output_blocks,
         num_input_blocks=num_input_blocks,
+        TOP_K=top_k,
         LEFT_GATHERED=left_gathered is True,
         RIGHT_GATHERED=left_gathered is False,
-        LEFT_BIAS=left_bias,
-        BLOCK_OUTPUTS=block_outputs,
-        BLOCK_INPUTS=block_inputs,
+        BLOCK_OUTPUTS=blocks.rows,
+        BLOCK_INPUTS=blocks.columns,
         BLOCK_TERMS=blocks.terms,
+        EVEN=num_outputs % blocks.rows == 0 and num_inputs % blocks.columns == 0,
         NUM_STAGES=blocks.num_stages,
         PRECISION=precision_of(left.dtype),
         num_warps=blocks.num_warps,
+    )
+
+
+def bias_gradient(rows: Tensor, scores: Tensor | None, index: Index, top_k: int, grad: Tensor) -> None:
+    """Writes the sums of each expert's rows, ``[num_experts, columns]``; of rows of tokens times scores, if given."""
+    num_experts, num_columns = grad.shape
+    block = min(backend.next_power_of_2(num_columns), 64)
+    num_blocks = -(-num_columns // block)
+    _bias_gradient_kernel.launch(
+        num_experts * num_blocks,
+        rows_ptr=rows,
+        scores_ptr=scores,
+        pair_ptr=index.pair_of_row,
+        offsets_ptr=index.offsets,
+        grad_ptr=grad,
+        num_columns=num_columns,
+        row_stride=rows.stride(0),
+        num_blocks=num_blocks,
+        TOP_K=top_k,
+        BLOCK_ROWS=64,
+        BLOCK=block,
+        num_warps=4,
     )

@@ -227,7 +227,8 @@ def gate_up(
     """
     width, hidden_size = a.shape[1], x.shape[1]
     shared_bytes = backend.hardware(x.device).ahead_bytes
-    blocks = choose_blocks(width, hidden_size, x.dtype, block_rows, gated == 0, shared_bytes)
+    products = (128, 2) if gated else (256, 1)
+    blocks = choose_blocks(width, hidden_size, x.dtype, block_rows, shared_bytes, *products)
     shape = shape_of(blocks, width, hidden_size, x.dtype)
     _gate_up_kernel.launch(
         index.max_tiles(block_rows) * shape["num_blocks"],
@@ -271,7 +272,7 @@ def product(
     """
     num_columns, num_terms = weight.shape[1:]
     shared_bytes = backend.hardware(left.device).ahead_bytes
-    blocks = choose_blocks(num_columns, num_terms, left.dtype, block_rows, True, shared_bytes)
+    blocks = choose_blocks(num_columns, num_terms, left.dtype, block_rows, shared_bytes)
     shape = shape_of(blocks, num_columns, num_terms, left.dtype)
     _product_kernel.launch(
         index.max_tiles(block_rows) * shape["num_blocks"],

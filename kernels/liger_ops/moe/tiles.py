@@ -39,17 +39,40 @@ def fit(blocks: Blocks, itemsize: int, shared_bytes: int, num_products: int = 1)
 
 @backend.launch_cache
 def choose_blocks(
-    num_columns: int, num_terms: int, dtype: torch.dtype, rows: int, wide: bool, shared_bytes: int
+    num_columns: int,
+    num_terms: int,
+    dtype: torch.dtype,
+    rows: int,
+    shared_bytes: int,
+    max_columns: int = 256,
+    num_products: int = 1,
 ) -> Blocks:
-    """For outputs of ``num_columns`` columns; ``wide`` if a program has one accumulator of up to 256 columns."""
-    columns = min(max(16, backend.next_power_of_2(num_columns)), 256 if wide else 128)
+    """For outputs of ``num_columns`` columns; sizes and loads ahead are those that were fastest on an H200."""
     half = dtype.itemsize == 2
+    columns = min(max(16, backend.next_power_of_2(num_columns)), max_columns if half else 64)
     terms = min(max(16, backend.next_power_of_2(num_terms)), 64 if half else 32)
-    if not half:
-        columns = min(columns, 64)
-    num_warps = 8 if rows * columns * (1 if wide else 2) > 128 * 128 else 4
-    blocks = Blocks(rows, columns, terms, num_warps, 3 if half else 2)
-    return fit(blocks, dtype.itemsize, shared_bytes, 1 if wide else 2)
+    num_warps = 8 if rows > 64 and columns > 64 else 4
+    is_narrow = columns <= 128 and (num_products == 1 or num_terms <= 2048)
+    num_stages = 2 if not half else 4 if rows <= 64 or is_narrow else 3
+    return fit(Blocks(rows, columns, terms, num_warps, num_stages), dtype.itemsize, shared_bytes, num_products)
+
+
+@backend.launch_cache
+def choose_gradient_blocks(
+    num_outputs: int, num_inputs: int, dtype: torch.dtype, left_gathered: bool, shared_bytes: int
+) -> Blocks:
+    """For gradients of weights, whose rows are output features and columns input features.
+
+    Of gathered rows fewer features are loaded: a thread then has fewer addresses to compute.
+    """
+    half = dtype.itemsize == 2
+    widest = (128, 256) if left_gathered else (256, 128)
+    rows, columns = (
+        min(max(16, backend.next_power_of_2(size)), most if half else 64)
+        for size, most in zip((num_outputs, num_inputs), widest, strict=True)
+    )
+    num_warps = 8 if rows * columns > 128 * 128 else 4
+    return fit(Blocks(rows, columns, 64 if half else 32, num_warps, 3 if half else 2), dtype.itemsize, shared_bytes)
 
 
 @backend.launch_cache
@@ -58,7 +81,7 @@ def choose_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     average = num_pairs // num_experts
     largest = 128 if dtype.itemsize == 2 else 64
     smallest = 64 if average >= 24 else MIN_TILE_ROWS  # Hopper's tensor cores take 64
-    return min(largest, max(smallest, backend.next_power_of_2(average // 2 + 1)))
+    return min(largest, max(smallest, backend.next_power_of_2(average // 4 + 1)))
 
 
 def precision_of(dtype: torch.dtype) -> str:

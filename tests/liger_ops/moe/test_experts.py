@@ -161,7 +161,10 @@ def test_outputs_and_gradients_are_as_near_to_float64_as_plain_pytorch(
     truth = run(plain_experts, wide, needs, index, **options)
     names = ["output", *(name for name, need in zip(NAMES, needs, strict=True) if need)]
     for name, actual, plain, expected in zip(names, found, eager, truth, strict=True):
-        assert_as_accurate(name, actual, plain, expected, magnitude=4.0)
+        # Gradients of scores are sums of many terms of both signs, in float32 also of products in half precision.
+        is_sum = name == "top_k_weights"
+        magnitude = 4.0 * max(1.0, expected.abs().max().item() if is_sum else 0.0)
+        assert_as_accurate(name, actual, plain, expected, factor=4.0 if is_sum else 2.0, magnitude=magnitude)
 
 
 EVERYTHING = {

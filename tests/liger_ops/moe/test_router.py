@@ -71,7 +71,7 @@ def test_experts_scores_and_gradients_are_those_of_float64(triton_device: torch.
         out = plain(each, index, score, normalize, scale)
         results.append((out, *torch.autograd.grad(out, each, upstream.to(out.dtype))))
     for name, actual, eager, truth in zip(("scores", "gradient"), (scores, grad), *results, strict=True):
-        assert_as_accurate(name, actual, eager, truth, magnitude=1e-2)
+        assert_as_accurate(name, actual, eager, truth, magnitude=0.2)
 
 
 @given(st.integers(0, 99), st.sampled_from(GROUPS[1:]), st.sampled_from(["max", "best_two"]), st.booleans())
