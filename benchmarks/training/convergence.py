@@ -8,8 +8,12 @@ instead, by their loss on held-out text; a second call with the same ``--out`` a
 import argparse
 import copy
 import dataclasses
+import inspect
 import json
 import math
+import pydoc
+import tarfile
+import typing
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -47,6 +51,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16},
     "phi3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
 }
 """Architectures of tiny models with their settings."""
 
@@ -65,6 +76,7 @@ FACTOR = 3.0
 """How many times the noise a run may differ: two runs with other kernels differ in more places than two stock runs."""
 
 _BATCH_SIZE, _LENGTH = 8, 64
+_MODULES: tuple[Any, ...] = (argparse, inspect, pydoc, tarfile, typing)
 
 
 @dataclass(frozen=True)
@@ -88,18 +100,11 @@ class Curve:
 
 
 def batches(num: int, batch_size: int = _BATCH_SIZE, length: int = _LENGTH) -> list[Tensor]:
-    """Rows of a language that can be learned: each token follows from the last one, or is one of few at random."""
-    generator = torch.Generator().manual_seed(1)
-    vocab_size = _SIZES["vocab_size"]
-    following = torch.randint(3, vocab_size, (vocab_size, 2), generator=generator)
-    found = []
-    for _ in range(num):
-        row = [torch.randint(3, vocab_size, (batch_size,), generator=generator)]
-        choices = torch.randint(0, 2, (length, batch_size), generator=generator)
-        for choice in choices[1:]:
-            row.append(following[row[-1], choice])
-        found.append(torch.stack(row, dim=1))
-    return found
+    """Rows of bytes of modules of Python's standard library, in random order."""
+    text = b"".join(Path(module.__file__).read_bytes() for module in _MODULES)
+    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, length, length)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    return list(rows[order[: num * batch_size]].split(batch_size))
 
 
 def train(model: nn.Module, data: Sequence[Tensor], run: str) -> list[float]:
