@@ -263,6 +263,7 @@ _FIGURES: dict[str | None, Callable[[Sequence[dict[str, Any]], str], dict[str, F
     "convergence_seeds": lambda lines, where: {},
     "fp8": lambda lines, where: {},
     "experts": lambda lines, where: {},
+    "packing": lambda lines, where: {},
     "losses": draw_losses,
     "medusa": _medusa,
     "examples": lambda lines, where: {},  # tables only

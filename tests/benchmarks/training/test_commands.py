@@ -148,6 +148,16 @@ def test_monitor_is_measured_next_to_fits_without_it(tmp_path: Path, capsys: pyt
 
 
 @without_gpu
+def test_packing_counts_tokens_and_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["packing", "--quick", "--out", str(tmp_path / "mine")]) == 0
+    padded, grouped, free, packed = read_results(tmp_path / "mine.jsonl").lines
+    assert padded["tokens"] < 0.8 * padded["places"]
+    assert padded["tokens"] / padded["places"] < grouped["tokens"] / grouped["places"]
+    assert free["tokens"] == free["places"]
+    assert 0.9 * 2 * 3 * 32 < packed["tokens"] == packed["places"] <= 2 * 3 * 32
+
+
+@without_gpu
 def test_convergence_compares_runs_on_the_same_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
