@@ -45,13 +45,9 @@ class Arm:
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(f"no implementation {self.implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
-        known = (
-            r"none|full"
-            if not self.is_ours
-            else "none"
-            if self.implementation == "ours_captured"
-            else r"none|full|auto|\d+|\d+(\.\d+)?GiB|0\.\d+|1\.0"
-        )
+        known = r"none|full|auto|\d+|\d+(\.\d+)?GiB|0\.\d+|1\.0" if self.is_ours else r"none|full"
+        if self.implementation == "ours_captured":  # which takes no plan
+            known = ""
         if self.plan and not re.fullmatch(known, self.plan):
             raise ValueError(f"{self.implementation} has no plan {self.plan!r}; an arm is {SYNTAX}")
 

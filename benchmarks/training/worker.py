@@ -293,11 +293,11 @@ class Meter(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._losses.append(outputs["loss"].detach())
+        if len(self._marks) <= self.job.steps:
+            self._mark()
         if self._first_step is None:
             synchronize(trainer.strategy.root_device)
             self._first_step = time.perf_counter() - self._shape_start
-        if len(self._marks) <= self.job.steps:
-            self._mark()
         if len(self._marks) <= self.job.steps:
             return
         if self._cuda and self._trace is None and self.job.traced_steps:
