@@ -29,6 +29,7 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     strategy_name = "liger_ddp"
     _wrapper = DistributedDataParallel
     _holds_frozen = True
+    _keeps_parameters = True
 
 
 class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
@@ -39,6 +40,7 @@ class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
 
     _wrapper = DistributedDataParallel
     _holds_frozen = True
+    _keeps_parameters = True
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

@@ -22,6 +22,7 @@ from lightning_liger.strategies.parts.activations import (
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
+from lightning_liger.strategies.parts.cuda_graphs import LayerCapture
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_fabric
 from lightning_liger.strategies.parts.policies import LayerPolicy
@@ -37,6 +38,8 @@ class FabricStrategy(Strategy):
     """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
     _gathers_float8 = False
     """Whether the engine can gather weights in float8."""
+    _keeps_parameters = False
+    """Whether parameters stay where they are, as CUDA graphs need."""
 
     def __init__(
         self,
@@ -47,13 +50,16 @@ class FabricStrategy(Strategy):
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         fp8: Float8Choice = None,
+        cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> None:
         self.kernels = kernels
         self.fp8 = fp8
+        self.cuda_graphs = cuda_graphs
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
+        self._graphs = LayerCapture(self, cuda_graphs, self._activations, fp8=fp8)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         refuse_unknown(self, kwargs, self._wrapper)
         super().__init__(**kwargs)
@@ -141,6 +147,11 @@ class FabricStrategy(Strategy):
     def activation_plan(self) -> str:
         """The plan for ``memory_budget`` in words, empty without one."""
         return self._activations.plan
+
+    @property
+    def cuda_graphs_summary(self) -> str:
+        """What ``cuda_graphs=True`` captured and what runs eagerly, in words, empty before the first capture."""
+        return self._graphs.summary
 
     @property
     def peak_before_resets(self) -> int:

@@ -19,6 +19,7 @@ class _OneDevice:
     """
 
     _holds_frozen = True
+    _keeps_parameters = True
 
     def __init__(
         self, kernels: KernelChoice = "auto", device: torch.device | str | int | None = None, **kwargs: Any

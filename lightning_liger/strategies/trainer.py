@@ -32,6 +32,7 @@ from lightning_liger.strategies.parts.activations import (
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
+from lightning_liger.strategies.parts.cuda_graphs import LayerCapture
 from lightning_liger.strategies.parts.early_release import release_gradients
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
@@ -60,6 +61,8 @@ class TrainerStrategy(Strategy):
     """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
     _gathers_float8 = False
     """Whether the engine can gather weights in float8."""
+    _keeps_parameters = False
+    """Whether parameters stay where they are, as CUDA graphs need."""
 
     def __init__(
         self,
@@ -72,12 +75,14 @@ class TrainerStrategy(Strategy):
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         fp8: Float8Choice = None,
+        cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> None:
         check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
         check_size(context_parallel_size, context_parallel_size)
         self.kernels = kernels
         self.fp8 = fp8
+        self.cuda_graphs = cuda_graphs
         self.on_nonfinite_grad = on_nonfinite_grad
         self.fault_tolerance = fault_tolerance
         self.context_parallel_size = context_parallel_size
@@ -87,6 +92,8 @@ class TrainerStrategy(Strategy):
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
         self._activations.layers_communicate = context_parallel_size > 1
+        shared = context_parallel_size if context_parallel_size > 1 else None
+        self._graphs = LayerCapture(self, cuda_graphs, self._activations, fp8=fp8, context_parallel_size=shared)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         self._stepped: Optimizer | None = None
         """The optimizer whose step used the gradients that are still there."""
@@ -266,6 +273,7 @@ class TrainerStrategy(Strategy):
 
     def teardown(self) -> None:
         super().teardown()
+        self._graphs.release()
         self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
         self._stepped = None
 
@@ -280,6 +288,11 @@ class TrainerStrategy(Strategy):
     def activation_plan(self) -> str:
         """The plan for ``memory_budget`` in words, empty without one."""
         return self._activations.plan
+
+    @property
+    def cuda_graphs_summary(self) -> str:
+        """What ``cuda_graphs=True`` captured and what runs eagerly, in words, empty before the first capture."""
+        return self._graphs.summary
 
     @property
     def peak_before_resets(self) -> int:

@@ -36,8 +36,9 @@ def prepare(strategy: Any, model: Module, announce: Callable[[str, Plan, bool], 
     with strategy._final_parameters(model):
         plugin = getattr(strategy, "precision_plugin", None) or strategy.precision
         strategy._patching.apply(model, plugin.precision, holds_frozen=strategy._holds_frozen)
-    if strategy.kernels != "none" or strategy._activations.is_asked_for:
+    if strategy.kernels != "none" or strategy._activations.is_asked_for or strategy.cuda_graphs:
         strategy._activations.control(model, strategy.root_device, announce)
+    strategy._graphs.apply(model, strategy.root_device)
     return model
 
 
