@@ -33,7 +33,7 @@ class LayerCapture:
             return
         if not strategy._keeps_parameters:
             raise ValueError(
-                f"cuda_graphs=True needs parameters that are not moved, got {type(strategy).__name__}, which moves them:"
+                f"cuda_graphs=True needs parameters that stay in place, got {type(strategy).__name__}, which moves them:"
                 " use 'liger' or 'liger_ddp'"
             )
         for name, value in others.items():

@@ -1,0 +1,55 @@
+"""A backend of graphs without a GPU: a replay runs the captured function again, into the same memory."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FakeBackend:
+    """Takes the place of ``CudaBackend``. Each replay spoils what other graphs of the shared pool have filled."""
+
+    num_bytes = 3 * 2**29
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+        self.device = device
+        self.replays: list[str] = []
+        self.waiting = False
+        """Whether the host is said to wait for the device in the functions that run next."""
+        self._filled: list[list[Tensor | None]] = []
+
+    def prepare(self) -> None: ...
+
+    def capture(self, function: Callable[[], Any], pool: str) -> tuple[Callable[[], None], list[Tensor | None]]:
+        filled = [None if each is None else each.clone() for each in function()]
+        if pool == "backward":
+            self._filled.append(filled)
+
+        def replay() -> None:
+            self.replays.append(pool)
+            with torch.no_grad():
+                for others in self._filled if pool == "backward" else []:
+                    for each in others:
+                        if each is not None and each.is_floating_point():
+                            each.fill_(float("nan"))
+            for own, each in zip(filled, function(), strict=True):
+                if own is not None:
+                    own.detach().copy_(each.detach())
+
+        return replay, filled
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def context(self) -> Any:
+        return None
+
+    @contextmanager
+    def random_state(self) -> Iterator[None]:
+        with torch.random.fork_rng([]):
+            yield
+
+    def waits(self, function: Callable[[], Any]) -> tuple[Any, bool]:
+        return function(), self.waiting
