@@ -1,15 +1,15 @@
 """Layers in CUDA graphs: the host replays what a layer computes instead of launching kernel after kernel.
 
-Forward and backward of a layer are captured once for each shape of its inputs. Everything between layers stays eager:
-embeddings, the loss, hooks, logging, optimizers, reductions over ranks. In the first pass with a shape layers run
+Forward and backward of a layer are captured for each shape of its inputs. Everything between layers stays eager:
+embeddings, the loss, hooks, logging, optimizers, reductions over ranks. In the first pass with a shape, layers run
 eagerly and are watched for what a graph would leave out; in the second they are captured. Layers that cannot be
 captured, and calls that no graph fits, run eagerly, and :attr:`LayerGraphs.summary` says why.
 
-Inputs are copied into a graph, outputs and gradients out of it, so that no tensor outside shares memory with one. All
-graphs of a shape have memory of their own for what backward needs; graphs of other shapes, and backward of all layers,
-share theirs, because a pass with one shape ends before a pass with another one begins.
+Inputs are copied into a graph, outputs and gradients out of it: no tensor outside shares memory with one. Each graph of
+a shape has its own memory for what backward needs. Graphs of other shapes share it, because a pass ends before one with
+another shape begins, and the backward of all layers shares other memory.
 
-The semantics of capture and replay: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+Semantics of capture and replay: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 import random
@@ -34,33 +34,22 @@ from lightning_liger.activations.tiles import has_hooks
 
 MAX_SHAPES = 8
 _MAX_RESTARTS = 4
-_TOO_MANY = (
-    f"has inputs of more than {MAX_SHAPES} shapes or other values (pad batches to few lengths by pad_to_multiple_of of"
-    " the data module, or pack them)"
-)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-Function = Callable[[], list[Tensor | None]]
+_TOO_MANY = f"has inputs of over {MAX_SHAPES} shapes (pad them to few lengths by the data module's pad_to_multiple_of)"
 
 
 class CudaBackend:
-    """Graphs of one CUDA device. Each pool's memory is shared by all graphs in it."""
+    """Captures functions on a CUDA device, in pools whose graphs share memory. Tests have another one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_bytes = 0
         """Memory that the pools took so far."""
         self._stream = torch.cuda.Stream(device)
-        self._pools: dict[str, Any] = {}
+        self._pools = {name: torch.cuda.graph_pool_handle() for name in ("forward", "backward")}
 
-    def prepare(self) -> None:
-        """Before the first capture of a pass: the pools cannot use what the allocator keeps for others."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-
-    def capture(self, function: Function, pool: str) -> tuple[Callable[[], None], list[Tensor | None]]:
+    def capture(self, function: Callable[[], Any], pool: str) -> tuple[Callable[[], None], list[Tensor | None]]:
         """What replays ``function``, which does not run now, and the tensors that a replay fills."""
-        if pool not in self._pools:
-            self._pools[pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
@@ -75,35 +64,34 @@ class CudaBackend:
         return graph.replay, result
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor in the memory of one of a graph's, which it does not keep from being used by other graphs."""
+        """A tensor in the memory of a contiguous one of a graph, without keeping the memory from other graphs."""
         flat = torch.as_tensor(_Address(tensor), device=self.device)
         return flat.view(tensor.dtype).view(tensor.shape)
 
-    def context(self) -> Any:
-        """What a pass must have in common with those before: the stream, on which replays follow each other."""
+    def stream(self) -> Any:
+        """The stream on which replays follow each other."""
         return torch.cuda.current_stream(self.device)
 
-    @contextmanager
-    def random_state(self) -> Iterator[None]:
-        """Keeps the device's random numbers as they are."""
-        with torch.random.fork_rng([self.device], device_type="cuda"):
-            yield
+    def keep_random_state(self) -> Any:
+        """A context after which the device's random numbers go on as before it."""
+        return torch.random.fork_rng([self.device], device_type="cuda")
 
-    def waits(self, function: Callable[[], Any]) -> tuple[Any, bool]:
-        """What ``function`` returns, and whether the host waited for the device in it."""
-        mode = torch.cuda.get_sync_debug_mode()
+    @contextmanager
+    def watch_host(self) -> Iterator[list[Any]]:
+        """Yields a list, which has the waits of the host for the device when the context ends."""
+        mode, waits = torch.cuda.get_sync_debug_mode(), list[Any]()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                result = function()
+                yield waits
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        is_wait = ["synchronizing CUDA operation" in str(each.message) for each in caught]
-        for each, is_own in zip(caught, is_wait, strict=True):
-            if not is_own:
+        for each in caught:
+            if "synchronizing CUDA operation" in str(each.message):
+                waits.append(each)
+            else:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        return result, any(is_wait)
 
 
 class _Address:
@@ -114,39 +102,41 @@ class _Address:
         self.__cuda_array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": data, "version": 2}
 
 
-class _Inputs:
-    """The arguments of a call: tensors, and the rest, for which a graph is specialized."""
+class _Nested:
+    """The tensors of a nested structure, and the rest, for which a graph is specialized."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    def __init__(self, value: Any) -> None:
         from torch.utils._pytree import tree_flatten
 
-        self.leaves, self._structure = tree_flatten((args, kwargs))
-        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        described = tuple(
-            (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-            for leaf in self.leaves
-        )
-        device_type = self.tensors[0].device.type if self.tensors else "cpu"
-        self.signature = self._structure, described, autocast_dtype(device_type)
+        leaves, self._structure = tree_flatten(value)
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.rest = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def refusal(self, device: torch.device) -> str | None:
-        """Why no graph can take these arguments."""
-        for leaf in self.leaves:
-            if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _PLAIN):
-                    return f"has a {type(leaf).__name__} among its inputs"
-            elif type(leaf) is not Tensor or leaf.device != device or leaf.layout is not torch.strided:
-                return f"has a {type(leaf).__name__} of {leaf.device}, {leaf.layout} among its inputs"
-            elif not leaf.numel() or leaf.is_inference():
-                return "has an empty tensor or one of inference mode among its inputs"
-        return None
+    def signature(self) -> Any:
+        """What a graph's arguments must have in common with those that it was captured with."""
+        dtype = autocast_dtype(self.tensors[0].device.type) if self.tensors else None
+        tensors = [(each.shape, each.dtype, each.requires_grad) for each in self.tensors]
+        return self._structure, dtype, *tensors, *((type(leaf), leaf) for leaf in self.rest)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         from torch.utils._pytree import tree_unflatten
 
-        rest = iter(tensors)
-        leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return tree_unflatten(leaves, self._structure)
+        each = iter(tensors)
+        return tree_unflatten([next(each) if leaf is Tensor else leaf for leaf in self.rest], self._structure)
+
+
+def _refusal(inputs: _Nested, device: torch.device) -> str | None:
+    """Why no graph can take these arguments."""
+    for leaf in inputs.rest:
+        if isinstance(leaf, Cache):
+            return "fills a cache of keys and values (set use_cache=False in the model's config)"
+        if leaf is not Tensor and not isinstance(leaf, _PLAIN):
+            return f"has a {type(leaf).__name__} among its inputs"
+    for each in inputs.tensors:
+        is_plain = type(each) is Tensor and each.device == device and each.layout is torch.strided
+        if not is_plain or not each.numel() or each.is_inference():
+            return f"has an input that is no dense tensor on {device}, or is empty"
+    return None if inputs.tensors else "has no inputs"
 
 
 class _LayerState:
@@ -158,73 +148,62 @@ class _LayerState:
         for module in layer.modules():
             self._views.append(vars(module).values())
             for name, value in vars(module).items():
-                if module is layer and "hooks" in name:
-                    continue  # the layer's own run outside of its graph
-                if isinstance(value, dict | list | set):
+                is_outside = module is layer and "hooks" in name  # run before and after the graph
+                if isinstance(value, dict | list | set) and not is_outside:
                     self._views.append(value.values() if isinstance(value, dict) else value)
-        self._values = self._look()
         self._tensors = [*layer.parameters(), *layer.buffers()]
-        self._places = self._find()
+        self._values, self._places = self._look()
 
-    def _look(self) -> list[Any]:
-        return list(chain.from_iterable(self._views))
-
-    def _find(self) -> list[Any]:
-        return [(each.data_ptr(), each.requires_grad) for each in self._tensors]
-
-    def writes(self) -> list[int]:
-        return [count_writes(each) for each in self._tensors]
+    def _look(self) -> tuple[list[Any], list[Any]]:
+        places = [(each.data_ptr(), each.requires_grad) for each in self._tensors]
+        return list(chain.from_iterable(self._views)), places
 
     def is_same(self) -> bool:
-        values = self._look()
-        is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        return is_same and self._find() == self._places
+        values, places = self._look()
+        return places == self._places and len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    def count_writes(self) -> list[int]:
+        return [count_writes(each) for each in self._tensors]
 
 
 @dataclass(eq=False)
 class _Call:
     """One replay of a forward, as long as its backward may follow."""
 
-    number: int
+    pass_number: int
     is_done: bool = False
 
 
-class LayerGraph:
-    """Forward and backward of one layer for inputs of one signature.
+class _Body(nn.Module):
+    """Calls a layer's forward, without the hooks of the layer itself."""
 
-    Args:
-        backend: Captures and replays.
-        layer: The layer.
-        forward: Its forward.
-        inputs: A call's; the forward runs with their values once before it is captured.
-        gradients: Buffers for the gradients of outputs by shape and dtype, which layers share.
-    """
+    def __init__(self, layer: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.forward = layer, function
+
+
+class LayerGraph:
+    """Forward and backward of one layer for inputs of one signature. Layers share buffers for outputs' gradients."""
 
     def __init__(
-        self, backend: Any, layer: nn.Module, forward: Callable[..., Any], inputs: _Inputs, gradients: dict[Any, Tensor]
+        self, backend: Any, layer: nn.Module, forward: Callable[..., Any], inputs: _Nested, gradients: dict[Any, Tensor]
     ) -> None:
-        self.signature = inputs.signature
-        self.state = _LayerState(layer)
-        self.parameters = [each for each in layer.parameters() if each.requires_grad]
-        self.last_call: weakref.ref[_Call] | None = None
-        self._body, self._source = _Body(layer, forward), inputs
-        # Apart from the parameters, which may have hooks, and whose gradients accumulate on another stream.
-        self._twins = {
-            f"layer.{name}": each.detach().requires_grad_()
-            for name, each in layer.named_parameters()
-            if each.requires_grad
-        }
+        self.signature = inputs.signature()
+        named = {f"layer.{name}": each for name, each in layer.named_parameters() if each.requires_grad}
+        self.parameters = list(named.values())
+        # Others than the parameters, which may have hooks, and whose gradients accumulate on another stream.
+        self._twins = {name: each.detach().requires_grad_() for name, each in named.items()}
         self._inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs.tensors]
+        self._destinations = [each.detach() for each in self._inputs]
+        self._body, self._arguments = _Body(layer, forward), inputs.with_tensors(self._inputs)
         self._grad_outputs: list[Tensor] = []
-        with backend.random_state():  # compiles kernels and makes handles of libraries
+        with backend.keep_random_state():  # compiles kernels and makes handles of libraries
             outputs = self._forward()
             self.is_differentiable = [each.requires_grad for each in outputs]
             for place, each in enumerate(outputs):
                 if each.requires_grad:
                     key = place, each.shape, each.dtype
-                    if key not in gradients:
-                        gradients[key] = torch.zeros_like(each, memory_format=torch.contiguous_format)
-                    self._grad_outputs.append(gradients[key])
+                    self._grad_outputs.append(gradients.setdefault(key, torch.zeros_like(each)))
             self._backward()
         self._replay_forward, filled = backend.capture(self._forward, "forward")
         self._filled_outputs = [backend.alias(each.detach()) for each in filled]
@@ -232,65 +211,43 @@ class LayerGraph:
         self._filled_gradients = [None if each is None else backend.alias(each) for each in filled]
 
     def _forward(self) -> list[Tensor]:
-        from torch.utils._pytree import tree_flatten
-
-        args, kwargs = self._source.with_tensors(self._inputs)
-        device = self._inputs[0].device.type
-        dtype = autocast_dtype(device)
-        # Autocast's cache holds weights that it cast outside of the graph.
-        with torch.enable_grad(), torch.autocast(device, dtype, dtype is not None, cache_enabled=False):
-            results = torch.func.functional_call(self._body, self._twins, args, kwargs)
-        leaves, self._structure = tree_flatten(results)
-        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        self._outputs = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
+        device_type = self._inputs[0].device.type
+        dtype = autocast_dtype(device_type)
+        # Autocast's cache has weights that were cast outside of the graph.
+        with torch.enable_grad(), torch.autocast(device_type, dtype, dtype is not None, cache_enabled=False):
+            results = torch.func.functional_call(self._body, self._twins, *self._arguments)
+        self.results = _Nested(results)
+        self._outputs = [each.contiguous() for each in self.results.tensors]
+        self.results.tensors = []
         return self._outputs
 
     def _backward(self) -> list[Tensor | None]:
         outputs = [each for each in self._outputs if each.requires_grad]
         inputs = [*(each for each in self._inputs if each.requires_grad), *self._twins.values()]
-        # The graph stays: its tensors must not share memory with those of the layers that are captured next.
-        found = torch.autograd.grad(outputs, inputs, self._grad_outputs, retain_graph=True, allow_unused=True)
-        rest = iter(found)
-        gradients = [next(rest) if each.requires_grad else None for each in self._inputs]
-        return [None if each is None else each.contiguous() for each in (*gradients, *rest)]
+        # The graph stays: its tensors must not share memory with those of layers that are captured next.
+        found = iter(torch.autograd.grad(outputs, inputs, self._grad_outputs, retain_graph=True, allow_unused=True))
+        gradients = [next(found) if each.requires_grad else None for each in self._inputs]
+        return [None if each is None else each.contiguous() for each in (*gradients, *found)]
 
     def close(self) -> None:
         """Lets graphs of other shapes have the memory."""
         self._outputs = []
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        for own, each in zip(self._inputs, tensors, strict=True):
-            own.detach().copy_(each)
+        for own, each in zip(self._destinations, tensors, strict=True):
+            own.copy_(each)
         self._replay_forward()
         return tuple([each.clone() for each in self._filled_outputs])
 
     def run_backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        wanted = [each for each, needed in zip(grad_outputs, self.is_differentiable, strict=True) if needed]
-        for own, each in zip(self._grad_outputs, wanted, strict=True):
+        given = [each for each, needed in zip(grad_outputs, self.is_differentiable, strict=True) if needed]
+        for own, each in zip(self._grad_outputs, given, strict=True):
             if each is None:
                 own.zero_()
             else:
                 own.copy_(each)
         self._replay_backward()
         return [None if each is None else each.clone() for each in self._filled_gradients]
-
-    def result(self, outputs: Sequence[Tensor]) -> Any:
-        """What the layer returns."""
-        from torch.utils._pytree import tree_unflatten
-
-        rest = iter(outputs)
-        return tree_unflatten([next(rest) if each else None for each in self._is_tensor], self._structure)
-
-
-class _Body(nn.Module):
-    """Calls a layer's forward without the hooks of the layer itself, which run outside of the graph."""
-
-    def __init__(self, layer: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.layer, self._function = layer, function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
 
 
 class _Replay(torch.autograd.Function):
@@ -311,10 +268,10 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         ctx.saved_tensors  # noqa: B018  # raises if a parameter was written to since forward
-        if ctx.call.number != ctx.owner.pass_number or ctx.graph.last_call() is not ctx.call:
+        if ctx.call.pass_number != ctx.owner.pass_number:
             raise RuntimeError(
-                "cuda_graphs=True: backward reached a layer whose graph has run another forward since, which overwrote"
-                " what backward needs. Call backward once, before the next forward, or set cuda_graphs=False"
+                "cuda_graphs=True: backward reached a layer that has run forward again since, which overwrote what"
+                " backward needs: call backward once, before the next forward, or set cuda_graphs=False"
             )
         ctx.call.is_done = True
         return None, None, None, *ctx.graph.run_backward(grad_outputs)
@@ -322,21 +279,15 @@ class _Replay(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Shape:
-    """The graphs for one shape of inputs."""
+    """The graphs of one shape of inputs and the state of layers that may be captured, by the layers' indexes."""
 
-    capturable: set[int] = field(default_factory=set)
-    """Layers that the first pass found nothing against."""
+    states: dict[int, _LayerState] = field(default_factory=dict)
     graphs: dict[int, LayerGraph] = field(default_factory=dict)
     num_passes: int = 0
 
 
 class LayerGraphs:
-    """Captures and replays the layers of one model.
-
-    Args:
-        backend: :class:`CudaBackend`, or what takes its place in tests.
-        num_layers: Of the model.
-    """
+    """Captures and replays the layers of one model by a :class:`CudaBackend`."""
 
     def __init__(self, backend: Any, num_layers: int) -> None:
         self.backend, self._num_layers = backend, num_layers
@@ -348,75 +299,58 @@ class LayerGraphs:
         self._gradients: dict[Any, Tensor] = {}
         self._reasons: dict[str, set[int]] = {}
         self._num_restarts = 0
-        self._is_on = True
-
-    def __reduce__(self) -> Any:  # a copied or pickled model has no graphs
-        return type(None), ()
 
     @property
     def summary(self) -> str:
-        """What is captured, and why layers ran eagerly, in words; empty before the first capture or refusal."""
-        shapes = [shape for shape in self._shapes.values() if shape.graphs]
-        parts = []
-        if shapes:
-            most = max(len(shape.graphs) for shape in shapes)
-            gib = self.backend.num_bytes / 2**30
-            parts.append(f"{most} of {self._num_layers} layers captured for {len(shapes)} shapes, {gib:.2f} GiB")
-        parts += [f"{len(layers)} ran eagerly: a layer {reason}" for reason, layers in self._reasons.items()]
-        return "; ".join(parts)
+        """What is captured, and why layers ran eagerly; empty before the first of both."""
+        sizes = [len(shape.graphs) for shape in self._shapes.values() if shape.graphs]
+        gib = self.backend.num_bytes / 2**30
+        captured = f"{max(sizes)} of {self._num_layers} layers captured for {len(sizes)} shapes, {gib:.2f} GiB"
+        eager = [f"{len(layers)} ran eagerly: a layer {reason}" for reason, layers in self._reasons.items()]
+        return "; ".join([captured, *eager] if sizes else eager)
 
     def applies_to(self, layer: nn.Module) -> bool:
-        """Whether a call of ``layer`` may be captured now: evaluation, and what tracers see, is eager."""
-        return self._is_on and layer.training and torch.is_grad_enabled() and not is_traced()
+        """Whether a call of ``layer`` may be captured now. Evaluation is eager, and what tracers see."""
+        is_usual = not is_traced() and not torch._C._are_functorch_transforms_active()
+        return layer.training and torch.is_grad_enabled() and is_usual and self._num_restarts <= _MAX_RESTARTS
 
     def run(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``layer``, of this index and with this forward, returns for the arguments."""
-
-        def eagerly(reason: str | None = None) -> Any:
-            if reason is not None:
-                self._note(index, reason)
+        inputs = _Nested((args, kwargs))
+        if reason := _refusal(inputs, self.backend.device):
+            self._note(index, reason)
             return forward(*args, **kwargs)
-
-        if torch._C._are_functorch_transforms_active():
-            return eagerly("runs in a transform of torch.func")
-        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-            return eagerly("fills a cache of keys and values (set use_cache=False in the model's config)")
-        inputs = _Inputs(args, kwargs)
-        if refusal := inputs.refusal(self.backend.device):
-            return eagerly(refusal)
+        signature = inputs.signature()
         if index in self._seen or not self._seen:
-            if self._is_pending():
-                return eagerly("runs again before the backward of its last run")
-            self._begin_pass(inputs)
-        self._seen.add(index)
+            if any((call := each()) is not None and not call.is_done for each in self._calls):
+                reason = "runs again before the backward of its last run"
+            else:
+                self._begin_pass((signature, self.backend.stream()))
         shape = self._shape
-        if shape is None:
-            return eagerly(_TOO_MANY)
-        graph = shape.graphs.get(index)
-        if graph is not None and not graph.state.is_same():
-            self._restart(layer)
-            return eagerly()
-        if graph is None and shape.num_passes == 1:
+        if reason is not None or shape is None:
+            self._note(index, reason or _TOO_MANY)
+            return forward(*args, **kwargs)
+        self._seen.add(index)
+        if shape.num_passes == 1:
             return self._watch(index, layer, inputs, lambda: forward(*args, **kwargs), shape)
-        if graph is None and shape.num_passes == 2 and index in shape.capturable:
+        graph, state = shape.graphs.get(index), shape.states.get(index)
+        if state is not None and not state.is_same():
+            self._restart(layer)
+            return forward(*args, **kwargs)
+        if graph is None and state is not None and shape.num_passes == 2:
             graph = shape.graphs[index] = self._capture(layer, forward, inputs)
-        if graph is None or graph.signature != inputs.signature:
-            return eagerly()
+        if graph is None or graph.signature != signature:
+            return forward(*args, **kwargs)
         call = _Call(self.pass_number)
-        graph.last_call = weakref.ref(call)
-        self._calls.append(graph.last_call)
-        return graph.result(_Replay.apply(self, graph, call, *inputs.tensors, *graph.parameters))
+        self._calls.append(weakref.ref(call))
+        return graph.results.with_tensors(_Replay.apply(self, graph, call, *inputs.tensors, *graph.parameters))
 
     def _note(self, index: int, reason: str) -> None:
         if reason not in self._reasons:
             rank_zero_warn(f"cuda_graphs=True: a layer {reason} and runs eagerly")
         self._reasons.setdefault(reason, set()).add(index)
 
-    def _is_pending(self) -> bool:
-        """Whether backward of some layer may follow."""
-        return any((call := each()) is not None and not call.is_done for each in self._calls)
-
-    def _begin_pass(self, inputs: _Inputs) -> None:
+    def _begin_pass(self, key: Any) -> None:
         if self._shape is not None and self._shape.num_passes == 2:
             for graph in self._shape.graphs.values():
                 graph.close()
@@ -424,65 +358,61 @@ class LayerGraphs:
         self.pass_number += 1
         self._seen.clear()
         self._calls.clear()
-        key = inputs.signature, self.backend.context()
+        if key not in self._shapes and len(self._shapes) < MAX_SHAPES:
+            self._shapes[key] = _Shape()
         self._shape = self._shapes.get(key)
-        if self._shape is None and len(self._shapes) < MAX_SHAPES:
-            self._shape = self._shapes[key] = _Shape()
         if self._shape is not None:
             self._shape.num_passes += 1
-            if self._shape.num_passes == 2:
-                self.backend.prepare()
 
     def _restart(self, layer: nn.Module) -> None:
-        """Forgets all graphs, after the attributes or the memory of a layer have changed."""
+        """Forgets all graphs, after attributes or the memory of a layer have changed."""
         self._num_restarts += 1
-        self._shapes, self._shape, self._gradients = {}, None, {}
+        self._shapes, self._gradients = {}, {}
+        self._shape = _Shape(num_passes=3)
         self.backend = type(self.backend)(self.backend.device)
         if self._num_restarts > _MAX_RESTARTS:
-            self._is_on = False
             rank_zero_warn(
-                f"cuda_graphs=True: attributes, parameters or hooks of {type(layer).__name__} have changed between"
-                f" steps {self._num_restarts} times, so all layers run eagerly from now on"
+                f"cuda_graphs=True: all layers run eagerly from now on: parameters, hooks or other attributes of"
+                f" {type(layer).__name__} have changed between steps {self._num_restarts} times"
             )
 
-    def _watch(self, index: int, layer: nn.Module, inputs: _Inputs, forward: Callable[[], Any], shape: _Shape) -> Any:
+    def _watch(self, index: int, layer: nn.Module, inputs: _Nested, forward: Callable[[], Any], shape: _Shape) -> Any:
         """Runs a layer eagerly, and notes whether a graph would do the same."""
-        from torch.utils._pytree import tree_leaves
+
+        def count() -> list[int]:
+            return [*state.count_writes(), *map(count_writes, inputs.tensors)]
 
         state = _LayerState(layer)
-        before = state.writes(), [count_writes(each) for each in inputs.tensors]
-        random_states = _random_states()
-        results, waits = self.backend.waits(forward)
-        leaves = tree_leaves(results)
-        is_plain = all(leaf is None or type(leaf) is Tensor for leaf in leaves)
-        checks = {
-            "has modules with hooks": not any(has_hooks(part) for part in layer.modules() if part is not layer),
-            "needs values of the GPU on the host": not waits,
-            "changes attributes of its modules": state.is_same(),
-            "writes to its buffers or inputs": before
-            == (state.writes(), [count_writes(each) for each in inputs.tensors]),
-            "takes random numbers of the host": random_states == _random_states(),
-            "returns more than tensors": is_plain,
-            "has neither inputs nor parameters that are trained": is_plain
-            and any(leaf is not None and leaf.requires_grad for leaf in leaves),
+        num_writes, random_states = count(), _random_states()
+        with self.backend.watch_host() as waits:
+            results = forward()
+        outputs = _Nested(results)
+        against = {
+            "has modules with hooks": any(has_hooks(part) for part in layer.modules() if part is not layer),
+            "needs values of the GPU on the host": bool(waits),
+            "changes attributes of its modules": not state.is_same(),
+            "writes to its buffers or inputs": count() != num_writes,
+            "takes random numbers of the host": _random_states() != random_states,
+            "returns more than tensors": any(leaf not in (Tensor, None) for leaf in outputs.rest),
+            "has nothing that is trained": not any(each.requires_grad for each in outputs.tensors),
         }
-        reason = next((reason for reason, is_fine in checks.items() if not is_fine), None)
+        reason = next((reason for reason, is_met in against.items() if is_met), None)
         if reason is None:
-            shape.capturable.add(index)
+            shape.states[index] = state
         else:
             self._note(index, reason)
         return results
 
-    def _capture(self, layer: nn.Module, forward: Callable[..., Any], inputs: _Inputs) -> LayerGraph:
+    def _capture(self, layer: nn.Module, forward: Callable[..., Any], inputs: _Nested) -> LayerGraph:
         try:
             return LayerGraph(self.backend, layer, forward, inputs, self._gradients)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise RuntimeError(
-                f"cuda_graphs=True: {type(layer).__name__} cannot be captured: {error}. Set cuda_graphs=False"
-            ) from error
+            what = f"cuda_graphs=True: {type(layer).__name__} cannot be captured"
+            raise RuntimeError(f"{what}: {error}. Set cuda_graphs=False") from error
 
 
 def _random_states() -> tuple[Any, ...]:
+    """Of the generators that layers may use on the host."""
     return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().numpy().tobytes()

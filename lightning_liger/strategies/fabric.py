@@ -17,12 +17,12 @@ from lightning_liger.strategies.parts.activations import (
     ActivationCheckpointing,
     ActivationControl,
     MemoryBudget,
+    check_captures,
     prepare,
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
-from lightning_liger.strategies.parts.cuda_graphs import LayerCapture
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_fabric
 from lightning_liger.strategies.parts.policies import LayerPolicy
@@ -39,7 +39,7 @@ class FabricStrategy(Strategy):
     _gathers_float8 = False
     """Whether the engine can gather weights in float8."""
     _keeps_parameters = False
-    """Whether parameters stay where they are, as CUDA graphs need."""
+    """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
 
     def __init__(
         self,
@@ -55,11 +55,12 @@ class FabricStrategy(Strategy):
     ) -> None:
         self.kernels = kernels
         self.fp8 = fp8
-        self.cuda_graphs = cuda_graphs
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
-        self._graphs = LayerCapture(self, cuda_graphs, self._activations, fp8=fp8)
+        self._activations = ActivationControl(
+            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs
+        )
+        check_captures(self, cuda_graphs, fp8=fp8)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         refuse_unknown(self, kwargs, self._wrapper)
         super().__init__(**kwargs)
@@ -149,9 +150,9 @@ class FabricStrategy(Strategy):
         return self._activations.plan
 
     @property
-    def cuda_graphs_summary(self) -> str:
+    def captured(self) -> str:
         """What ``cuda_graphs=True`` captured and what runs eagerly, in words, empty before the first capture."""
-        return self._graphs.summary
+        return self._activations.captured
 
     @property
     def peak_before_resets(self) -> int:

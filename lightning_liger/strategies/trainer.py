@@ -27,12 +27,12 @@ from lightning_liger.strategies.parts.activations import (
     ActivationControl,
     MemoryBudget,
     announce_plan,
+    check_captures,
     prepare,
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
-from lightning_liger.strategies.parts.cuda_graphs import LayerCapture
 from lightning_liger.strategies.parts.early_release import release_gradients
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
@@ -62,7 +62,7 @@ class TrainerStrategy(Strategy):
     _gathers_float8 = False
     """Whether the engine can gather weights in float8."""
     _keeps_parameters = False
-    """Whether parameters stay where they are, as CUDA graphs need."""
+    """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
 
     def __init__(
         self,
@@ -82,7 +82,6 @@ class TrainerStrategy(Strategy):
         check_size(context_parallel_size, context_parallel_size)
         self.kernels = kernels
         self.fp8 = fp8
-        self.cuda_graphs = cuda_graphs
         self.on_nonfinite_grad = on_nonfinite_grad
         self.fault_tolerance = fault_tolerance
         self.context_parallel_size = context_parallel_size
@@ -90,10 +89,12 @@ class TrainerStrategy(Strategy):
         self.engine = Engine(self)
         """The strategy as the module sees it."""
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
-        self._activations.layers_communicate = context_parallel_size > 1
+        self._activations = ActivationControl(
+            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs
+        )
         shared = context_parallel_size if context_parallel_size > 1 else None
-        self._graphs = LayerCapture(self, cuda_graphs, self._activations, fp8=fp8, context_parallel_size=shared)
+        check_captures(self, cuda_graphs, fp8=fp8, context_parallel_size=shared)
+        self._activations.layers_communicate = context_parallel_size > 1
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         self._stepped: Optimizer | None = None
         """The optimizer whose step used the gradients that are still there."""
@@ -273,7 +274,7 @@ class TrainerStrategy(Strategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._graphs.release()
+        self._activations.release_graphs()
         self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
         self._stepped = None
 
@@ -290,9 +291,9 @@ class TrainerStrategy(Strategy):
         return self._activations.plan
 
     @property
-    def cuda_graphs_summary(self) -> str:
+    def captured(self) -> str:
         """What ``cuda_graphs=True`` captured and what runs eagerly, in words, empty before the first capture."""
-        return self._graphs.summary
+        return self._activations.captured
 
     @property
     def peak_before_resets(self) -> int:

@@ -13,14 +13,12 @@ class FakeBackend:
 
     num_bytes = 3 * 2**29
 
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.replays: list[str] = []
         self.waiting = False
         """Whether the host is said to wait for the device in the functions that run next."""
         self._filled: list[list[Tensor | None]] = []
-
-    def prepare(self) -> None: ...
 
     def capture(self, function: Callable[[], Any], pool: str) -> tuple[Callable[[], None], list[Tensor | None]]:
         filled = [None if each is None else each.clone() for each in function()]
@@ -43,13 +41,12 @@ class FakeBackend:
     def alias(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
-    def context(self) -> Any:
+    def stream(self) -> Any:
         return None
 
-    @contextmanager
-    def random_state(self) -> Iterator[None]:
-        with torch.random.fork_rng([]):
-            yield
+    def keep_random_state(self) -> Any:
+        return torch.random.fork_rng([])
 
-    def waits(self, function: Callable[[], Any]) -> tuple[Any, bool]:
-        return function(), self.waiting
+    @contextmanager
+    def watch_host(self) -> Iterator[list[Any]]:
+        yield ["a wait"] if self.waiting else []
