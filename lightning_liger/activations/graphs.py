@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -65,7 +66,9 @@ class CudaBackend:
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor in the memory of a contiguous one of a graph, without keeping the memory from other graphs."""
-        flat = torch.as_tensor(_Address(tensor), device=self.device)
+        # By Numba's CUDA array interface, which knows no bfloat16.
+        address = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
+        flat = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=address), device=self.device)
         return flat.view(tensor.dtype).view(tensor.shape)
 
     def stream(self) -> Any:
@@ -92,14 +95,6 @@ class CudaBackend:
                 waits.append(each)
             else:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-
-
-class _Address:
-    """The memory of a contiguous tensor by its address. Numba's CUDA array interface, which knows no bfloat16."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        data = tensor.data_ptr(), False
-        self.__cuda_array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": data, "version": 2}
 
 
 class _Nested:
@@ -151,19 +146,16 @@ class _LayerState:
                 is_outside = module is layer and "hooks" in name  # run before and after the graph
                 if isinstance(value, dict | list | set) and not is_outside:
                     self._views.append(value.values() if isinstance(value, dict) else value)
-        self._tensors = [*layer.parameters(), *layer.buffers()]
+        self.tensors = [*layer.parameters(), *layer.buffers()]
         self._values, self._places = self._look()
 
     def _look(self) -> tuple[list[Any], list[Any]]:
-        places = [(each.data_ptr(), each.requires_grad) for each in self._tensors]
+        places = [(each.data_ptr(), each.requires_grad) for each in self.tensors]
         return list(chain.from_iterable(self._views)), places
 
     def is_same(self) -> bool:
         values, places = self._look()
         return places == self._places and len(values) == len(self._values) and all(map(is_, values, self._values))
-
-    def count_writes(self) -> list[int]:
-        return [count_writes(each) for each in self._tensors]
 
 
 @dataclass(eq=False)
@@ -242,10 +234,7 @@ class LayerGraph:
     def run_backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         given = [each for each, needed in zip(grad_outputs, self.is_differentiable, strict=True) if needed]
         for own, each in zip(self._grad_outputs, given, strict=True):
-            if each is None:
-                own.zero_()
-            else:
-                own.copy_(each)
+            own.zero_() if each is None else own.copy_(each)
         self._replay_backward()
         return [None if each is None else each.clone() for each in self._filled_gradients]
 
@@ -379,11 +368,9 @@ class LayerGraphs:
     def _watch(self, index: int, layer: nn.Module, inputs: _Nested, forward: Callable[[], Any], shape: _Shape) -> Any:
         """Runs a layer eagerly, and notes whether a graph would do the same."""
 
-        def count() -> list[int]:
-            return [*state.count_writes(), *map(count_writes, inputs.tensors)]
-
         state = _LayerState(layer)
-        num_writes, random_states = count(), _random_states()
+        tensors = [*state.tensors, *inputs.tensors]
+        before = list(map(count_writes, tensors)), _random_states()
         with self.backend.watch_host() as waits:
             results = forward()
         outputs = _Nested(results)
@@ -391,8 +378,8 @@ class LayerGraphs:
             "has modules with hooks": any(has_hooks(part) for part in layer.modules() if part is not layer),
             "needs values of the GPU on the host": bool(waits),
             "changes attributes of its modules": not state.is_same(),
-            "writes to its buffers or inputs": count() != num_writes,
-            "takes random numbers of the host": _random_states() != random_states,
+            "writes to its buffers or inputs": list(map(count_writes, tensors)) != before[0],
+            "takes random numbers of the host": _random_states() != before[1],
             "returns more than tensors": any(leaf not in (Tensor, None) for leaf in outputs.rest),
             "has nothing that is trained": not any(each.requires_grad for each in outputs.tensors),
         }

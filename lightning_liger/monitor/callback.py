@@ -419,8 +419,6 @@ class LigerMonitor(L.Callback):
             yield "Logits never allocated", f"{readable_bytes(avoided)} in total, {bytes_per_loss} per loss"
         if plan := getattr(trainer.strategy, "activation_plan", ""):
             yield "Activations", plan
-        if graphs := getattr(trainer.strategy, "captured", ""):
-            yield "CUDA graphs", graphs
         if results["tokens"]:
             yield "Tokens", f"{results['tokens']:,.0f}"
         if norms := [point["gradient_norm"] for point in self.points if "gradient_norm" in point]:

@@ -287,13 +287,8 @@ class TrainerStrategy(Strategy):
 
     @property
     def activation_plan(self) -> str:
-        """The plan for ``memory_budget`` in words, empty without one."""
+        """The plan for ``memory_budget``, or what ``cuda_graphs`` captured, in words, empty without both."""
         return self._activations.plan
-
-    @property
-    def captured(self) -> str:
-        """What ``cuda_graphs=True`` captured and what runs eagerly, in words, empty before the first capture."""
-        return self._activations.captured
 
     @property
     def peak_before_resets(self) -> int:

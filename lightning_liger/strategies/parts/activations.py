@@ -158,13 +158,9 @@ class ActivationControl:
 
     @property
     def plan(self) -> str:
-        """The plan for the budget in words, empty without one."""
-        return "; ".join(planner.line for planner in self.planners if planner.line)
-
-    @property
-    def captured(self) -> str:
-        """What is captured and what runs eagerly, in words, empty before the first capture."""
-        return "; ".join(each.graphs.summary for each in self.controlled if each.graphs and each.graphs.summary)
+        """The plan for the budget, or what is captured, in words, empty without both."""
+        captured = [each.graphs.summary for each in self.controlled if each.graphs]
+        return "; ".join(filter(None, [*(planner.line for planner in self.planners), *captured]))
 
     def release_graphs(self) -> None:
         """Frees the memory of graphs: layers run eagerly from now on."""
