@@ -43,6 +43,8 @@ class CudaBackend:
     """Captures functions on a CUDA device, in pools whose graphs share memory. Tests have another one."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs a CUDA GPU, got the device {str(device)!r}: leave it out there")
         self.device = device
         self.num_bytes = 0
         """Memory that the pools took so far."""
@@ -293,8 +295,8 @@ class LayerGraphs:
     def summary(self) -> str:
         """What is captured, and why layers ran eagerly; empty before the first of both."""
         sizes = [len(shape.graphs) for shape in self._shapes.values() if shape.graphs]
-        gib = self.backend.num_bytes / 2**30
-        captured = f"{max(sizes)} of {self._num_layers} layers captured for {len(sizes)} shapes, {gib:.2f} GiB"
+        layers = f"{max(sizes, default=0)} of {self._num_layers} layers"
+        captured = f"{layers} captured for {len(sizes)} shapes, {self.backend.num_bytes / 2**30:.2f} GiB"
         eager = [f"{len(layers)} ran eagerly: a layer {reason}" for reason, layers in self._reasons.items()]
         return "; ".join([captured, *eager] if sizes else eager)
 

@@ -63,7 +63,7 @@ class ActivationControl:
         self._given = {name: value for name, value in arguments if value is not None}
         if len(self._given) > 1:
             (name, value), (other, _) = list(self._given.items())[:2]
-            raise ValueError(f"{name}={shown(value)} cannot be combined with {other}: both say how layers run")
+            raise ValueError(f"{name}={shown(value)} must be None if {other} is given: both choose layers")
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
         self.layers_communicate = False
@@ -92,10 +92,6 @@ class ActivationControl:
         self.controlled.add(controlled)
         controlled.observer = None
         if self.captures:
-            if device.type != "cuda":
-                raise ValueError(
-                    f"cuda_graphs=True needs a CUDA GPU, got the device {str(device)!r}: leave it out there"
-                )
             controlled.graphs = LayerGraphs(CudaBackend(device), len(controlled.layers))
         if self.budget is None:
             return
