@@ -125,6 +125,8 @@ class _Nested:
 def _refusal(inputs: _Nested, device: torch.device) -> str | None:
     """Why no graph can take these arguments."""
     for leaf in inputs.rest:
+        if getattr(leaf, "keeps_nothing", False):
+            continue
         if isinstance(leaf, Cache):
             return "fills a cache of keys and values (set use_cache=False in the model's config)"
         if leaf is not Tensor and not isinstance(leaf, _PLAIN):
