@@ -95,7 +95,7 @@ class CudaBackend:
         for each in caught:
             if "synchronizing CUDA operation" in str(each.message):
                 waits.append(each)
-            else:
+            elif "Synchronization debug mode" not in str(each.message):  # says torch of the mode itself
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
@@ -192,14 +192,12 @@ class LayerGraph:
         self._inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs.tensors]
         self._destinations = [each.detach() for each in self._inputs]
         self._body, self._arguments = _Body(layer, forward), inputs.with_tensors(self._inputs)
-        self._grad_outputs: list[Tensor] = []
+        self._grad_outputs: list[Tensor | None] = []
+        """Where backward reads the gradients of outputs, None for outputs without."""
         with backend.keep_random_state():  # compiles kernels and makes handles of libraries
-            outputs = self._forward()
-            self.is_differentiable = [each.requires_grad for each in outputs]
-            for place, each in enumerate(outputs):
-                if each.requires_grad:
-                    key = place, each.shape, each.dtype
-                    self._grad_outputs.append(gradients.setdefault(key, torch.zeros_like(each)))
+            for place, each in enumerate(self._forward()):
+                buffer = gradients.setdefault((place, each.shape, each.dtype), torch.zeros_like(each))
+                self._grad_outputs.append(buffer if each.requires_grad else None)
             self._backward()
         self._replay_forward, filled = backend.capture(self._forward, "forward")
         self._filled_outputs = [backend.alias(each.detach()) for each in filled]
@@ -213,21 +211,18 @@ class LayerGraph:
         with torch.enable_grad(), torch.autocast(device_type, dtype, dtype is not None, cache_enabled=False):
             results = torch.func.functional_call(self._body, self._twins, *self._arguments)
         self.results = _Nested(results)
-        self._outputs = [each.contiguous() for each in self.results.tensors]
+        self.outputs = [each.contiguous() for each in self.results.tensors]
         self.results.tensors = []
-        return self._outputs
+        return self.outputs
 
     def _backward(self) -> list[Tensor | None]:
-        outputs = [each for each in self._outputs if each.requires_grad]
+        outputs = [each for each in self.outputs if each.requires_grad]
         inputs = [*(each for each in self._inputs if each.requires_grad), *self._twins.values()]
+        given = [each for each in self._grad_outputs if each is not None]
         # The graph stays: its tensors must not share memory with those of layers that are captured next.
-        found = iter(torch.autograd.grad(outputs, inputs, self._grad_outputs, retain_graph=True, allow_unused=True))
+        found = iter(torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True))
         gradients = [next(found) if each.requires_grad else None for each in self._inputs]
         return [None if each is None else each.contiguous() for each in (*gradients, *found)]
-
-    def close(self) -> None:
-        """Lets graphs of other shapes have the memory."""
-        self._outputs = []
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for own, each in zip(self._destinations, tensors, strict=True):
@@ -235,10 +230,13 @@ class LayerGraph:
         self._replay_forward()
         return tuple([each.clone() for each in self._filled_outputs])
 
+    def without_gradient(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [each for each, own in zip(outputs, self._grad_outputs, strict=True) if own is None]
+
     def run_backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        given = [each for each, needed in zip(grad_outputs, self.is_differentiable, strict=True) if needed]
-        for own, each in zip(self._grad_outputs, given, strict=True):
-            own.zero_() if each is None else own.copy_(each)
+        for own, each in zip(self._grad_outputs, grad_outputs, strict=True):
+            if own is not None:
+                own.zero_() if each is None else own.copy_(each)
         self._replay_backward()
         return [None if each is None else each.clone() for each in self._filled_gradients]
 
@@ -253,8 +251,7 @@ class _Replay(torch.autograd.Function):
         num_inputs = len(tensors) - len(graph.parameters)
         ctx.save_for_backward(*tensors[num_inputs:])
         outputs = graph.run_forward(tensors[:num_inputs])
-        fixed = [each for each, needed in zip(outputs, graph.is_differentiable, strict=True) if not needed]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(*graph.without_gradient(outputs))
         return outputs
 
     @staticmethod
@@ -346,7 +343,7 @@ class LayerGraphs:
     def _begin_pass(self, key: Any) -> None:
         if self._shape is not None and self._shape.num_passes == 2:
             for graph in self._shape.graphs.values():
-                graph.close()
+                graph.outputs = []  # graphs of other shapes may have the memory now
             rank_zero_info(f"lightning-liger: CUDA graphs: {self.summary}")
         self.pass_number += 1
         self._seen.clear()
