@@ -390,6 +390,28 @@ def test_other_values_of_arguments_take_other_graphs(backend: Any) -> None:
     assert "captured for 2 shapes" in owner.summary
 
 
+def test_outputs_of_every_kind(backend: Any) -> None:
+    def several(layer: Layer, y: Tensor) -> dict[str, Any]:
+        return {"y": y, "none": None, "rest": [y.argmax(-1), 3 * y.transpose(0, 1)]}
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Layer(several), Layer(several)).to(backend.device)
+    other = copy.deepcopy(plain)
+    owner = captured(other, backend)
+    for step in range(6):
+        found = []
+        for model in (plain, other):
+            x = inputs(backend, seed=step).requires_grad_()
+            outputs = [layer(x) for layer in model]
+            assert all(output["none"] is None and not output["rest"][0].requires_grad for output in outputs)
+            used = [output["rest"][1] if step % 2 else output["y"].transpose(0, 1) for output in outputs]
+            (used[0] * used[1]).sum().backward()
+            found.append((used, [output["rest"][0] for output in outputs], x.grad, gradients(model)))
+            model.zero_grad()
+        same(found[1], found[0])
+    assert "2 of 2 layers captured" in owner.summary
+
+
 def test_caches_modes_and_hooks_of_others_are_left_to_eager_layers(backend: Any) -> None:
     model = tiny_model("llama").train().to(backend.device)
     owner = captured(model, backend)
