@@ -16,7 +16,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -54,14 +54,18 @@ class CudaBackend:
         """What replays ``function``, which does not run now, and the tensors that a replay fills."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # a capture cannot use what the allocator keeps for others
         before = torch.cuda.memory_reserved(self.device)
         with torch.cuda.stream(self._stream):
-            # Threads that load data or watch collectives go on meanwhile.
+            # "thread_local": other threads go on to load data and to watch collectives.
             graph.capture_begin(self._pools[pool], capture_error_mode="thread_local")
             try:
                 result = function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture has failed too
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self.num_bytes += torch.cuda.memory_reserved(self.device) - before
         return graph.replay, result
 
@@ -189,8 +193,7 @@ class LayerGraph:
         self._inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs.tensors]
         self._destinations = [each.detach() for each in self._inputs]
         self._body, self._arguments = _Body(layer, forward), inputs.with_tensors(self._inputs)
-        self.grad_outputs: list[Tensor | None] = []
-        """Where backward reads the gradients of outputs, None for outputs without."""
+        self.grad_outputs: list[Tensor | None] = []  # where backward reads them, None for outputs without gradient
         with backend.keep_random_state():  # compiles kernels and makes handles of libraries
             for place, each in enumerate(self._forward()):
                 buffer = gradients.setdefault((place, each.shape, each.dtype), torch.zeros_like(each))
