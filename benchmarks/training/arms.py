@@ -9,6 +9,9 @@ IMPLEMENTATIONS = {
     "hf": "Hugging Face",
     "liger_kernel": "liger-kernel",
     "ours": "lightning-liger",
+    "hf_compiled": "Hugging Face, layers compiled",
+    "ours_compiled": "lightning-liger, layers compiled",
+    "ours_captured": "lightning-liger, layers in CUDA graphs",
     "ours_fsdp2": "lightning-liger, FSDP2",
     "ours_fp8": "lightning-liger, float8",
     "ours_fsdp2_fp8": "lightning-liger, FSDP2, float8",
@@ -42,7 +45,9 @@ class Arm:
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(f"no implementation {self.implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
-        known = r"none|full" if not self.is_ours else r"none|full|auto|\d+|\d+(\.\d+)?GiB|0\.\d+|1\.0"
+        known = r"none|full|auto|\d+|\d+(\.\d+)?GiB|0\.\d+|1\.0" if self.is_ours else r"none|full"
+        if self.implementation == "ours_captured":  # which takes no plan
+            known = ""
         if self.plan and not re.fullmatch(known, self.plan):
             raise ValueError(f"{self.implementation} has no plan {self.plan!r}; an arm is {SYNTAX}")
 
@@ -60,13 +65,20 @@ class Arm:
         return self.implementation.startswith("ours")
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` compiles each layer."""
+        return self.implementation.endswith("_compiled")
+
+    @property
     def recomputes_all(self) -> bool:
         """Whether Hugging Face's own gradient checkpointing recomputes every layer."""
         return self.plan == "full" and not self.is_ours
 
     @property
     def strategy_arguments(self) -> dict[str, Any]:
-        """The arguments of our strategies that ask for the plan."""
+        """The arguments of our strategies that ask for the plan, and for CUDA graphs."""
+        if self.implementation == "ours_captured":
+            return {"cuda_graphs": True}
         if self.plan in ("none", "full"):
             return {"activation_checkpointing": self.plan}
         if self.plan.isdecimal():

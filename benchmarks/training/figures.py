@@ -261,6 +261,7 @@ _FIGURES: dict[str | None, Callable[[Sequence[dict[str, Any]], str], dict[str, F
     "activations": _activations,
     "convergence": _convergence,
     "convergence_seeds": lambda lines, where: {},
+    "host": lambda lines, where: {},
     "fp8": lambda lines, where: {},
     "experts": lambda lines, where: {},
     "packing": lambda lines, where: {},

@@ -123,6 +123,7 @@ class Row:
         status: ``"ok"``, ``"out of memory"`` or ``"failed"``.
         error: The last line of the error, if there was one.
         step_seconds: Seconds of each measured step, of the slowest process.
+        first_step_seconds: From the start of training to the end of the first step of this shape, compilation included.
         tokens_per_second: Per process, from the median of ``step_seconds``.
         peak_gib: Peak memory that tensors had in any step of this shape, of the process with the highest.
         reserved_gib: Peak memory that PyTorch's allocator held.
@@ -147,6 +148,7 @@ class Row:
     status: str = OK
     error: str | None = None
     step_seconds: list[float] = field(default_factory=list)
+    first_step_seconds: float | None = None
     tokens_per_second: float | None = None
     peak_gib: float | None = None
     reserved_gib: float | None = None
@@ -217,6 +219,6 @@ def merge(rows: list[Row]) -> Row:
         tokens_per_second=min(speeds) if speeds else None,
         losses=[sum(losses) / len(rows) for losses in zip(*(row.losses for row in rows), strict=True)],
         loss=mean([row.loss for row in rows]),
-        **{name: highest(name) for name in ("peak_gib", "reserved_gib", "seconds")},
+        **{name: highest(name) for name in ("peak_gib", "reserved_gib", "seconds", "first_step_seconds")},
         **{name: highest(name) for name in ("parameters_gib", "optimizer_gib", "idle_share")},
     )

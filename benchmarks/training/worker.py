@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
-from benchmarks.timing import GpuTrace
+from benchmarks.timing import GpuTrace, synchronize
 from benchmarks.training.arms import FLOAT8
 from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
@@ -39,7 +39,7 @@ from lightning_liger import (
     LigerSingleDeviceStrategy,
     MedusaHeads,
 )
-from lightning_liger.activations.layers import unsplit_classes
+from lightning_liger.activations.layers import find_layers, unsplit_classes
 from lightning_liger.data import TextDataModule
 from lightning_liger.estimate.states import PRECISIONS
 from lightning_liger.patching.float8 import fp8_share
@@ -117,6 +117,9 @@ class BenchmarkLM(L.LightningModule):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if arm.implementation == "liger_kernel":
             apply_liger_kernel(self.model)
+        if arm.is_compiled:
+            for layer in find_layers(self.model):
+                layer.compile()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(**batch).loss
@@ -276,6 +279,8 @@ class Meter(L.Callback):
         self.feed.shape = shape
         self._losses: list[Tensor] = []
         self._marks: list[Any] = []
+        self._shape_start = time.perf_counter()
+        self._first_step: float | None = None
         self._trace: GpuTrace | None = None
         self._highest = 0
         if self._cuda:
@@ -290,6 +295,9 @@ class Meter(L.Callback):
         self._losses.append(outputs["loss"].detach())
         if len(self._marks) <= self.job.steps:
             self._mark()
+        if self._first_step is None:
+            synchronize(trainer.strategy.root_device)
+            self._first_step = time.perf_counter() - self._shape_start
         if len(self._marks) <= self.job.steps:
             return
         if self._cuda and self._trace is None and self.job.traced_steps:
@@ -336,6 +344,7 @@ class Meter(L.Callback):
         return self.job.row(
             *self.feed.shape,
             step_seconds=seconds,
+            first_step_seconds=self._first_step,
             tokens_per_second=tokens / statistics.median(seconds),
             parameters_gib=sum(local(parameter).nbytes for parameter in pl_module.parameters()) / GIB,
             optimizer_gib=sum(

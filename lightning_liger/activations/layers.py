@@ -66,6 +66,7 @@ class ControlledLayers:
         modes: One for each layer; a change takes effect in its next forward.
         sizes: Of each layer.
         has_run: Whether any of them ran, other than compiled.
+        graphs: None, or the :class:`~lightning_liger.activations.graphs.LayerGraphs` that run the layers.
         observer: None, or what layers tell, on the host, in the order of execution: ``forward_starts(index,
             num_tokens)`` of the first input's rows, and in backward, before and after a layer runs again,
             ``recompute_starts(index)``, which returns whether to measure, and ``recompute_ends(index)``.
@@ -76,6 +77,7 @@ class ControlledLayers:
     modes: list[Mode] = field(init=False)
     sizes: list[LayerSizes] = field(init=False)
     has_run: bool = False
+    graphs: Any = None
     observer: Any = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     _host_memory: Callable[[torch.device], HostMemory] = field(default_factory=lambda: functools.cache(HostMemory))
@@ -90,6 +92,11 @@ class ControlledLayers:
     def run(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs ``layer``, whose own forward is ``forward``, in its mode."""
         self.has_run = True
+        if self.graphs is not None and self.graphs.applies_to(layer) and not _hooks_are_taken():
+            return self.graphs.run(index, layer, functools.partial(self._run, index, layer, forward), args, kwargs)
+        return self._run(index, layer, forward, *args, **kwargs)
+
+    def _run(self, index: int, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() and not _hooks_are_taken() else []
         if not inputs:
             with self.context():

@@ -18,8 +18,8 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
 
     Args:
         **kwargs: ``kernels``, ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``,
-            ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in
-            Lightning's strategy.
+            ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`;
+            ``cuda_graphs=True`` replays layers from CUDA graphs; others as in Lightning's strategy.
 
     Raises:
         TypeError: For an argument that neither Lightning's strategy nor ``DistributedDataParallel`` has.
@@ -29,6 +29,7 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     strategy_name = "liger_ddp"
     _wrapper = DistributedDataParallel
     _holds_frozen = True
+    _keeps_parameters = True
 
 
 class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
@@ -39,6 +40,7 @@ class FabricLigerDDPStrategy(FabricStrategy, fabric_ddp.DDPStrategy):
 
     _wrapper = DistributedDataParallel
     _holds_frozen = True
+    _keeps_parameters = True
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

@@ -17,6 +17,7 @@ from lightning_liger.strategies.parts.activations import (
     ActivationCheckpointing,
     ActivationControl,
     MemoryBudget,
+    check_captures,
     prepare,
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
@@ -37,6 +38,8 @@ class FabricStrategy(Strategy):
     """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
     _gathers_float8 = False
     """Whether the engine can gather weights in float8."""
+    _keeps_parameters = False
+    """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
 
     def __init__(
         self,
@@ -47,13 +50,17 @@ class FabricStrategy(Strategy):
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         fp8: Float8Choice = None,
+        cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> None:
         self.kernels = kernels
         self.fp8 = fp8
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
+        self._activations = ActivationControl(
+            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs
+        )
+        check_captures(self, cuda_graphs, fp8=fp8)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         refuse_unknown(self, kwargs, self._wrapper)
         super().__init__(**kwargs)
@@ -139,7 +146,7 @@ class FabricStrategy(Strategy):
 
     @property
     def activation_plan(self) -> str:
-        """The plan for ``memory_budget`` in words, empty without one."""
+        """The plan for ``memory_budget``, or what ``cuda_graphs`` captured, in words, empty without both."""
         return self._activations.plan
 
     @property

@@ -19,6 +19,7 @@ class _OneDevice:
     """
 
     _holds_frozen = True
+    _keeps_parameters = True
 
     def __init__(
         self, kernels: KernelChoice = "auto", device: torch.device | str | int | None = None, **kwargs: Any
@@ -52,7 +53,8 @@ class LigerSingleDeviceStrategy(_OneDevice, TrainerStrategy, pytorch_single.Sing
         device: By default the one that ``accelerator`` and ``devices`` choose.
         context_parallel_size: Only 1.
         **kwargs: ``kernels``, ``on_nonfinite_grad``, ``activation_checkpointing``, ``memory_budget`` and
-            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
+            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; ``cuda_graphs=True`` replays layers
+            from CUDA graphs; others as in Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel or ``on_nonfinite_grad``, and when the Trainer has several devices.

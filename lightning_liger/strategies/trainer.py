@@ -27,6 +27,7 @@ from lightning_liger.strategies.parts.activations import (
     ActivationControl,
     MemoryBudget,
     announce_plan,
+    check_captures,
     prepare,
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
@@ -60,6 +61,8 @@ class TrainerStrategy(Strategy):
     """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
     _gathers_float8 = False
     """Whether the engine can gather weights in float8."""
+    _keeps_parameters = False
+    """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class TrainerStrategy(Strategy):
         memory_budget: MemoryBudget | None = None,
         fault_tolerance: bool = True,
         fp8: Float8Choice = None,
+        cuda_graphs: bool = False,
         **kwargs: Any,
     ) -> None:
         check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
@@ -85,7 +89,11 @@ class TrainerStrategy(Strategy):
         self.engine = Engine(self)
         """The strategy as the module sees it."""
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
-        self._activations = ActivationControl(activation_checkpointing, memory_budget, activation_checkpointing_policy)
+        self._activations = ActivationControl(
+            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs
+        )
+        shared = context_parallel_size if context_parallel_size > 1 else None
+        check_captures(self, cuda_graphs, fp8=fp8, context_parallel_size=shared)
         self._activations.layers_communicate = context_parallel_size > 1
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         self._stepped: Optimizer | None = None
@@ -266,6 +274,7 @@ class TrainerStrategy(Strategy):
 
     def teardown(self) -> None:
         super().teardown()
+        self._activations.release_graphs()
         self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
         self._stepped = None
 
@@ -278,7 +287,7 @@ class TrainerStrategy(Strategy):
 
     @property
     def activation_plan(self) -> str:
-        """The plan for ``memory_budget`` in words, empty without one."""
+        """The plan for ``memory_budget``, or what ``cuda_graphs`` captured, in words, empty without both."""
         return self._activations.plan
 
     @property

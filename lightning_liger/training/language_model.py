@@ -51,6 +51,8 @@ class _NoCache(DynamicCache):
     Without any cache, models of transformers look for documents in positions, and the host waits for the device.
     """
 
+    keeps_nothing = True  # so that layers with it may be captured in CUDA graphs
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 

@@ -1,4 +1,4 @@
-"""``activation_checkpointing`` and ``memory_budget``: how strategies run the layers of models."""
+"""``activation_checkpointing``, ``memory_budget`` and ``cuda_graphs``: how strategies run the layers of models."""
 
 import numbers
 from collections.abc import Callable, Iterator
@@ -13,7 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 
-from liger_ops.arguments import check_number, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_number, shown, wrong_type, wrong_value
+from lightning_liger.activations.graphs import CudaBackend, LayerGraphs
 from lightning_liger.activations.layers import ControlledLayers, control_layers, find_layers
 from lightning_liger.activations.plan import Plan
 from lightning_liger.activations.planner import AllRanks, Budget, Planner
@@ -42,20 +43,23 @@ def prepare(strategy: Any, model: Module, announce: Callable[[str, Plan, bool], 
 
 
 class ActivationControl:
-    """Controls the layers of models as one of three arguments of strategies says; raises for wrong ones."""
+    """Controls the layers of models as one of four arguments of strategies says; raises for wrong ones."""
 
     def __init__(
         self,
         checkpointing: ActivationCheckpointing | None = None,
         budget: MemoryBudget | None = None,
         policy: LayerPolicy | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
+        check_bool("cuda_graphs", cuda_graphs)
         _check_checkpointing(checkpointing)
         _check_budget(budget)
         check_policy("activation_checkpointing_policy", policy)
-        self.checkpointing, self.budget, self.policy = checkpointing, budget, policy
-        names = ("activation_checkpointing", "activation_checkpointing_policy", "memory_budget")
-        arguments = zip(names, (checkpointing, policy, budget), strict=True)
+        self.checkpointing, self.budget, self.policy, self.captures = checkpointing, budget, policy, cuda_graphs
+        names = ("activation_checkpointing", "activation_checkpointing_policy", "memory_budget", "cuda_graphs")
+        kept = None if cuda_graphs and checkpointing == "none" else checkpointing  # the two go together
+        arguments = zip(names, (kept, policy, budget, cuda_graphs or None), strict=True)
         self._given = {name: value for name, value in arguments if value is not None}
         if len(self._given) > 1:
             (name, value), (other, _) = list(self._given.items())[:2]
@@ -68,7 +72,7 @@ class ActivationControl:
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
         state = {"layers_communicate": self.layers_communicate}
-        return type(self), (self.checkpointing, self.budget, self.policy), state
+        return type(self), (self.checkpointing, self.budget, self.policy, self.captures), state
 
     def control(
         self, model: Module, device: torch.device, announce: Callable[[str, Plan, bool], None] = announce_plan
@@ -87,6 +91,8 @@ class ActivationControl:
             return
         self.controlled.add(controlled)
         controlled.observer = None
+        if self.captures:
+            controlled.graphs = LayerGraphs(CudaBackend(device), len(controlled.layers))
         if self.budget is None:
             return
         self._memory = memory_of(device)
@@ -109,7 +115,7 @@ class ActivationControl:
         if layers is None or isinstance(layers, str | int):
             controlled = control_layers(model)
             if controlled is None:
-                if layers in (None, "none", 0) and self.budget in (None, "auto"):
+                if layers in (None, "none", 0) and self.budget in (None, "auto") and not self.captures:
                     return None
                 raise ValueError(
                     f"{self.recomputes} needs a model with repeated layers, got {type(model).__name__} without: name"
@@ -143,13 +149,19 @@ class ActivationControl:
 
     @property
     def recomputes(self) -> str:
-        """The argument that may have layers recomputed and its value, empty if none was given."""
+        """The argument that may have layers recomputed or captured and its value, empty if none was given."""
         return "".join(f"{name}={shown(value)}" for name, value in self._given.items() if value != "none")
 
     @property
     def plan(self) -> str:
-        """The plan for the budget in words, empty without one."""
-        return "; ".join(planner.line for planner in self.planners if planner.line)
+        """The plan for the budget, or what is captured, in words, empty without both."""
+        captured = [each.graphs.summary for each in self.controlled if each.graphs]
+        return "; ".join(filter(None, [*(planner.line for planner in self.planners), *captured]))
+
+    def release_graphs(self) -> None:
+        """Frees the memory of graphs: layers run eagerly from now on."""
+        for each in self.controlled:
+            each.graphs = None
 
     @property
     def planners(self) -> list[Planner]:
@@ -185,6 +197,16 @@ class ActivationControl:
                 " more memory for fragmentation and other allocations, or use fewer or shorter rows per batch."
                 f" {error}"
             ) from error
+
+
+def check_captures(strategy: Any, cuda_graphs: bool, **others: Any) -> None:
+    """Raises ValueError if the engine of a strategy, or other arguments that are not None, rule out ``cuda_graphs``."""
+    if cuda_graphs and not strategy._keeps_parameters:
+        name = type(strategy).__name__
+        raise ValueError(f"cuda_graphs=True is for 'liger' and 'liger_ddp', got {name}, which moves parameters")
+    for name, value in others.items():
+        if cuda_graphs and value is not None:
+            raise ValueError(f"{name}={shown(value)} cannot be combined with cuda_graphs=True: leave out one of them")
 
 
 def _check_checkpointing(layers: Any) -> None:

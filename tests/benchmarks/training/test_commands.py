@@ -126,6 +126,19 @@ def test_optimizer_measures_each_implementation(tmp_path: Path, capsys: pytest.C
     assert "multiple of the floor" in capsys.readouterr().out
 
 
+@without_gpu
+def test_host_measures_whole_small_steps_of_each_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama3_1b", "--arms", "hf,ours,ours_compiled,ours_captured"]
+    assert main(["host", "--quick", *arguments, "--layers", "1", "--steps", "2", "--out", f"{tmp_path}/"]) == 1
+    rows = {row.arm: row for row in rows_of(tmp_path / "host.jsonl")}
+    captured = rows.pop("ours_captured")
+    assert (captured.status, "needs a CUDA GPU" in captured.error) == ("failed", True)
+    assert all((row.status, len(row.step_seconds)) == (OK, 2) for row in rows.values())
+    assert all(row.losses == pytest.approx(rows["hf"].losses, rel=1e-3) for row in rows.values())
+    assert rows["ours_compiled"].first_step_seconds > rows["hf"].first_step_seconds > 0
+    assert "layers in CUDA graphs" in capsys.readouterr().out
+
+
 def test_activations_counts_what_layers_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["activations", "--quick", "--model", "llama3_8b", "--out", str(tmp_path)]) == 0
     found = {line["contender"]: line["bytes_per_token"] for line in read_results(tmp_path / "activations.jsonl").lines}
