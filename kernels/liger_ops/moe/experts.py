@@ -363,7 +363,7 @@ class _ExpertsFunction(torch.autograd.Function):
         return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None, None, *adapters
 
 
-def _compute(tensors: list[Any], settings: tuple[Gate, bool, bool], adapters: list[Any], num_rows: int) -> Tensor:
+def _compute(tensors: list[Any], settings: tuple[Any, ...], adapters: list[Any], num_rows: int) -> Tensor:
     if not backend.runs_on_triton(tensors[0]) or num_rows == 0:
         return experts_reference(*tensors, *settings, *adapters)
     if backend.needs_graph(*tensors, *adapters):
@@ -448,17 +448,20 @@ def moe_experts(
     dtype = backend.autocast_dtype(x.device.type) or gate_up.dtype
     rows = backend.as_rows(x, x.shape[-1])
     index = top_k_index.reshape(-1, top_k_index.shape[-1])
-    cast = [None if each is None else each.to(dtype) for each in (rows, gate_up, down, gate_up_bias, down_bias)]
-    cast[3:] = [None if each is None else each.contiguous() for each in cast[3:]]
+    cast = [None if each is None else each.to(dtype) for each in (gate_up, down, gate_up_bias, down_bias)]
+    cast[2:] = [None if each is None else each.contiguous() for each in cast[2:]]
     scores = top_k_weights.reshape(index.shape).contiguous()
     low = [None if each is None else each.to(dtype).contiguous() for each in adapters]
 
     def compute(x: Tensor, index: Tensor, scores: Tensor, num_rows: int) -> Tensor:
-        tensors = [x, *cast[1:3], index, scores, *cast[3:]]
+        tensors: list[Any] = [x, *cast[:2], index, scores, *cast[2:]]
         return _compute(tensors, (gate, interleaved, transposed), low, num_rows if x.numel() else 0)
 
-    tokens: Any = cast[0], index.contiguous(), scores
-    y = compute(*tokens, index.numel()) if group is None else run_on_ranks(compute, group, down.shape[0], *tokens)
+    index = index.contiguous()
+    if group is None:
+        y = compute(rows.to(dtype), index, scores, index.numel())
+    else:
+        y = run_on_ranks(compute, group, down.shape[0], rows.to(dtype), index, scores)
     return y.to(x.dtype).view(x.shape)
 
 
