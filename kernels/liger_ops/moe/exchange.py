@@ -105,17 +105,22 @@ class _Routed:
 
 
 class _Send(torch.autograd.Function):
-    """Tokens go to their experts' ranks, and gradients come back."""
+    """Tokens and their factors go to their experts' ranks, and gradients come back, in one order on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Any) -> Tensor:
+    def forward(ctx: Any, exchange: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return exchange.send(rows)
+        return tuple(map(exchange.send, tensors))
 
     @staticmethod
     @backend.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.back(grad) * ctx.exchange.group.size(), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, needed = ctx.exchange, ctx.needs_input_grad[1:]
+        own = (
+            exchange.back(grad) * exchange.group.size() if each else None
+            for grad, each in zip(grads, needed, strict=True)
+        )
+        return None, *own
 
 
 class _Return(torch.autograd.Function):
@@ -148,5 +153,5 @@ def run_on_ranks(
     factors, and the number of those that this rank has. Numbers of tokens may differ between ranks.
     """
     exchange: Any = (_Gathered if group.ranks.size() < index.shape[1] else _Routed)(group, num_experts, index)
-    x, scores = (_Send.apply(each, exchange) for each in (x, scores))
+    x, scores = _Send.apply(exchange, x, scores)
     return _Return.apply(compute(x, exchange.index, scores, exchange.num_rows), exchange)
