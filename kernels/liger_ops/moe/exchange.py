@@ -115,12 +115,8 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, needed = ctx.exchange, ctx.needs_input_grad[1:]
-        own = (
-            exchange.back(grad) * exchange.group.size() if each else None
-            for grad, each in zip(grads, needed, strict=True)
-        )
-        return None, *own
+        exchange, wanted = ctx.exchange, zip(grads, ctx.needs_input_grad[1:], strict=True)
+        return None, *(exchange.back(grad) * exchange.group.size() if needed else None for grad, needed in wanted)
 
 
 class _Return(torch.autograd.Function):
