@@ -145,7 +145,7 @@ class BenchmarkLM(L.LightningModule):
         units = [module for module in self.model.modules() if isinstance(module, layers)]
         for unit in (*units, self.model):
             fully_shard(unit, mesh=self.device_mesh["data_parallel"])
-        initialize(self.model, self.trainer.strategy.root_device, units)
+        initialize(self, self.trainer.strategy.root_device, [self.model, *units])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(**batch).loss

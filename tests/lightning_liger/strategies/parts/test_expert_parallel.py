@@ -14,6 +14,8 @@ from liger_ops.optim import AdamW
 from lightning_liger import FabricLigerModelParallelStrategy, LigerModelParallelStrategy
 from tests.lightning_liger.strategies.workers.distributed import LM, Batch
 from tests.lightning_liger.strategies.workers.trainings import (
+    TOLERANCE,
+    assert_same_parameters,
     assert_trained_as,
     fit,
     fit_with_fabric,
@@ -33,8 +35,8 @@ GATHERED, ROUTED = 5, 2
 
 
 def build(kind: str = "qwen3_moe", top_k: int = GATHERED) -> nn.Module:
-    """A tiny model whose layers have 8 experts, with balanced or biased ones; the same one each time."""
-    sizes: dict[str, Any] = {"num_experts_per_tok": top_k, "attn_implementation": "eager"}
+    """A tiny model whose layers have 8 experts; the same one each time."""
+    sizes: dict[str, Any] = {"num_experts_per_tok": top_k}
     if kind == "gpt_oss":  # has biases, and weights that are transposed and interleaved
         return tiny_model(kind, num_local_experts=8, **sizes).train()
     width = 256 if kind == "wide" else 20
@@ -58,12 +60,12 @@ def adapted(model: Any) -> nn.Module:
 
 def make_batches(rank: int, num_batches: int = NUM_STEPS) -> list[Batch]:
     """Batches of one rank, of which the second has more tokens than the first, and one without labels."""
-    generator = torch.Generator().manual_seed(100 + rank)
+    generator = torch.Generator().manual_seed(200 + rank)
     batches = []
     for number in range(num_batches):
-        input_ids = torch.randint(3, 30, (2, 7 + 2 * rank), generator=generator)
+        input_ids = torch.randint(3, 30, (2, 8 + 2 * rank), generator=generator)
         labels = input_ids.clone()
-        labels[:, : 7 if (rank, number) == (0, 2) else 2] = -100
+        labels[:, : 8 if (rank, number) == (0, 2) else 2] = -100
         batches.append({"input_ids": input_ids, "labels": labels})
     return batches
 
@@ -96,13 +98,15 @@ WAYS = {
     "adapters in pairs": Way(2, "lora", **STEPS),
     "adapters by all": Way(None, "lora", ROUTED),
 }
+WHOLE = ("liger_ddp", "liger_fsdp")
+"""Strategies under which each rank has all experts, or gathers them."""
 
 
 def _fit(run: dict[str, Any], way: Way, build: Callable[[], nn.Module] | None = None, **options: Any) -> dict[str, Any]:
     module = EightBit(build=lambda module: (build or way.build)())
     ours = {name: value for name, value in way.options.items() if name != "strategy"}
     strategy = way.strategy(run["size"], **options.pop("strategy", {}))
-    batches = make_batches(run["rank"])[: options.pop("num_batches", NUM_STEPS)]
+    batches = make_batches(options.pop("data_rank", run["rank"]))[: options.pop("num_batches", NUM_STEPS)]
     result = fit(run, strategy, module, batches, **{**ours, **options})
     experts = {name: each for name, each in module.model.named_parameters() if "experts" in name and each.dim() > 1}
     result["shares"] = {name: each.to_local().numel() / each.numel() for name, each in experts.items()}
@@ -136,6 +140,10 @@ def _on_meta() -> nn.Module:
 
 def results(run: dict[str, Any]) -> dict[str, Any]:
     found = {name: _fit(run, way) for name, way in WAYS.items()}
+    for name in WHOLE:
+        found[name] = fit(run, name, LM(build=lambda module: build()), make_batches(run["rank"]))
+    shared = Way(None, strategy={"context_parallel_size": 2})
+    found["sequences"] = _fit(run, shared, data_rank=run["rank"] // 2)
     fabric = FabricLigerModelParallelStrategy(expert_parallel_size=2)
     found["fabric"] = fit_with_fabric(run, fabric, build(), make_batches(run["rank"])[:2])
     for kind in ("qwen3_moe", "wide"):
@@ -180,13 +188,19 @@ def test_what_cannot_be_split_is_refused(ranks, name):
         assert re.search(WRONG[name][1], run["error"])
 
 
+def test_size_is_set_by_yaml(made_by_yaml):
+    strategy = {"class_path": "lightning_liger.LigerModelParallelStrategy", "init_args": {"expert_parallel_size": 2}}
+    with pytest.raises(ValueError, match="expert_parallel_size must be a divisor of the number of processes, 1, got 2"):
+        made_by_yaml(strategy)._sharding.check_sizes()
+
+
 def test_lower_precision_trains_as_whole_experts(ranks):
     for run, whole in zip(ranks.of("bf16-true"), ranks.of("bf16-true of one"), strict=True):
         assert run["losses"] == pytest.approx(whole["losses"], rel=2.0**-7)
         assert run["gradient_dtypes"] == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", [*WAYS, "fabric", "resumed"])
+@pytest.mark.parametrize("name", [*WAYS, *WHOLE, "fabric", "resumed"])
 def test_ranks_that_split_experts_train_as_one_process_with_the_stock_model(ranks, name):
     way = WAYS.get(name, Way(2))
     num_batches = 2 if name in ("fabric", "resumed") else NUM_STEPS
@@ -202,6 +216,13 @@ def test_ranks_that_split_experts_train_as_one_process_with_the_stock_model(rank
     if name == "resumed":
         reference = reference._replace(losses=[each[2:] for each in reference.losses], norms=reference.norms[2:])
     assert_trained_as(reference, ranks.of(name), ranks.device)
+
+
+def test_ranks_split_experts_and_sequences(ranks):
+    batches = [make_batches(rank) for rank in range(len(ranks.results) // 2)]
+    reference = reference_training(build(), batches, ranks.device)
+    for run in ranks.of("sequences"):
+        assert_same_parameters(run["whole"], reference.parameters, 10 * TOLERANCE[ranks.device])
 
 
 def test_each_rank_has_an_equal_part_of_every_weight_of_experts(ranks):
