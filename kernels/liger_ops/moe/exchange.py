@@ -53,7 +53,7 @@ class _Gathered:
 
     def __init__(self, group: ExpertGroup, num_experts: int, index: Tensor) -> None:
         self.group, self._num_tokens = group.ranks, len(index)
-        self._most = int(all_gather(torch.tensor([len(index)]), group.hosts).max())
+        self._most = int(all_gather(torch.tensor([len(index)], device="cpu"), group.hosts).max())
         self.index = self.send(index, fill=-1) - num_experts * group.ranks.rank()
         self._num_rows = _Count((self.index >= 0) & (self.index < num_experts))
 

@@ -49,7 +49,7 @@ def share_experts(experts: nn.Module, group: ExpertGroup) -> None:
 
 def group_of(experts: nn.Module) -> ExpertGroup | None:
     """The ranks that share ``experts``, None if each rank has all of them."""
-    return vars(experts).get(_GROUP)
+    return getattr(experts, _GROUP, None)
 
 
 @contextmanager
@@ -116,14 +116,15 @@ class ExpertsReplacement(Replacement):
         return {"forward": forward_of_tensors(original, run, self.num_tensors, run_original)}
 
     def _applies(self, module: nn.Module, *tensors: Tensor) -> bool:
-        weights = [getattr(module, name) for name in (self.gate_up, self.down)]
+        is_split = group_of(module) is not None  # into DTensors, whose local parts run
+        weights = [] if is_split else [getattr(module, name) for name in (self.gate_up, self.down)]
         for adapter in _adapters_of(module):
             weights += [*adapter.lora_A.parameters(), *adapter.lora_B.parameters()]
-        is_plain = all(type(each) in (Tensor, nn.Parameter) for each in weights[0 if group_of(module) is None else 2 :])
+        is_plain = all(type(each) in (Tensor, nn.Parameter) for each in weights)
         if not is_plain or any(has_hooks(child) for child in module.children()):
             return False
         # The reference for CPUs asks for numbers, which cannot be compiled.
-        return weights[0].is_cuda or not torch.compiler.is_compiling()
+        return is_split or weights[0].is_cuda or not torch.compiler.is_compiling()
 
     def run(self, module: nn.Module, *tensors: Tensor) -> Tensor:
         """What the module computes."""
