@@ -24,6 +24,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier, self.turn = threading.Barrier(size, timeout=60), threading.Lock()
         self.brought: list[Any] = [None] * size
+        self.num_moved = 0  # rows of hidden_size that ranks sent one by one
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """What all ranks brought."""
@@ -81,9 +82,9 @@ def reduce_scatter(tensor: Tensor, group: Rank) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: Rank) -> Tensor:
-    parts = [
-        each.split(sizes)[group.number] for each, sizes in group.meeting.exchange(group.number, (tensor, num_sent))
-    ]
+    group.meeting.num_moved += len(tensor) * (tensor.shape[1] == HIDDEN_SIZE)
+    brought = group.meeting.exchange(group.number, (tensor, num_sent))
+    parts = [each.split(sizes)[group.number] for each, sizes in brought]
     assert [len(each) for each in parts] == list(num_received)
     return torch.cat(parts)
 
@@ -123,7 +124,11 @@ def test_ranks_that_share_experts_compute_what_one_process_does(
     with pytest.MonkeyPatch.context() as patch:
         for collective in (all_gather, reduce_scatter, all_to_all):
             patch.setattr(exchange, collective.__name__, collective)
-        found = Meeting(size).run(run)
+        meeting = Meeting(size)
+        found = meeting.run(run)
+    # Each token once to each rank with any of its experts, and back, and the same in backward.
+    owners = [{expert // num_own for expert in experts if 0 <= expert < num_experts} for experts in index.tolist()]
+    assert meeting.num_moved == (4 * sum(map(len, owners)) if size >= top_k else 0)
     # The output, and gradients of tokens and scores; gradients of weights are divided by the number of ranks.
     for place, (want, parts) in enumerate(zip(expected, zip(*found, strict=True), strict=True)):
         got = torch.cat(parts) * (size if place > 2 else 1)
