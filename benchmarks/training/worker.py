@@ -160,10 +160,11 @@ class BenchmarkLM(L.LightningModule):
             betas = (0.9, 0.95 if job.pretrains else 0.999)
             groups: Any = trained
             if state_dtype is not None:
+                dtypes = (state_dtype, False), ("float32", True)
                 wide = [module for module in self.modules() if state_dtype == "8bit" and needs_float32_moments(module)]
                 exact = {each for module in wide for each in module.parameters(recurse=False)}
-                parts = (exact.intersection(trained), "float32"), ([p for p in trained if p not in exact], state_dtype)
-                groups = [{"params": list(params), "state_dtype": dtype} for params, dtype in parts if params]
+                parts = {dtype: [p for p in trained if (p in exact) == is_exact] for dtype, is_exact in dtypes}
+                groups = [{"params": params, "state_dtype": dtype} for dtype, params in parts.items() if params]
             optimizer: torch.optim.Optimizer = AdamW(
                 groups, lr=job.learning_rate, betas=betas, stochastic_rounding=state_dtype is not None
             )

@@ -35,13 +35,21 @@ class ExpertParallel:
         """
         if self.size == 1:
             return [], set()
-        names = {module: name for name, module in model.named_modules() if isinstance(module, Patched)}
-        experts: list[Any] = [each for each in names if isinstance(each.liger_replacement, ExpertsReplacement)]
+        names: dict[Any, str] = {module: name for name, module in model.named_modules() if isinstance(module, Patched)}
+        experts = [each for each in names if isinstance(each.liger_replacement, ExpertsReplacement)]
         if not experts:
             raise ValueError(
                 f"expert_parallel_size={self.size} needs experts that the kernel 'moe_experts' replaces, but"
                 f" {type(model).__name__} has none: the strategy's patch_report says why"
             )
+        for module in model.modules():
+            base: Any = getattr(module, "get_base_layer", None)  # of modules of peft
+            adapted = base() if callable(base) else None
+            if adapted in experts and not isinstance(module, Patched):
+                raise ValueError(
+                    f"expert_parallel_size={self.size} cannot split {names[adapted]}, which has an adapter that is not"
+                    " replaced: the strategy's patch_report says why"
+                )
         num_copies = dist.get_world_size() // self.size
         for module in experts:
             for name, parameter in module.named_parameters(recurse=False):

@@ -46,15 +46,15 @@ def build(kind: str = "qwen3_moe", top_k: int = GATHERED) -> nn.Module:
     return freeze(model, "experts") if kind == "frozen" else model
 
 
-def adapted(model: Any) -> nn.Module:
-    """With adapters on the weights of experts and on attention."""
+def adapted(model: Any, *names: str) -> nn.Module:
+    """With adapters on parameters of experts, by default the weights, and on attention."""
     from peft import LoraConfig, get_peft_model
 
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    names = names or ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(8)
         return get_peft_model(
-            model, LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+            model, LoraConfig(r=3, target_modules=["q_proj"], target_parameters=list(names), init_lora_weights=False)
         )
 
 
@@ -177,6 +177,10 @@ WRONG: dict[str, tuple[Callable[[LM], nn.Module], str]] = {
     "odd number": (
         lambda module: tiny_model("qwen3_moe", num_experts=7, moe_intermediate_size=20),
         r"expert_parallel_size must be a divisor of the experts of model.model.layers.0.mlp.experts\S+ of \(7,",
+    ),
+    "adapter of biases": (
+        lambda module: adapted(build("gpt_oss"), "mlp.experts.gate_up_proj_bias"),
+        "cannot split .*experts.*, which has an adapter that is not replaced",
     ),
     "sharded": (_sharded, "needs a model that is not sharded yet"),
 }
