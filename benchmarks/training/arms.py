@@ -8,8 +8,8 @@ from typing import Any
 IMPLEMENTATIONS = {
     "hf": "Hugging Face",
     "liger_kernel": "liger-kernel",
-    "hf_fsdp2": "Hugging Face, FSDP2",
     "ours": "lightning-liger",
+    "hf_fsdp2": "Hugging Face, FSDP2",
     "ours_fsdp2": "lightning-liger, FSDP2",
     "ours_fsdp2_ep": "lightning-liger, FSDP2, experts split over all GPUs",
     "ours_fp8": "lightning-liger, float8",
