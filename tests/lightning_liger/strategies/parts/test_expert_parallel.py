@@ -40,7 +40,8 @@ def build(kind: str = "qwen3_moe", top_k: int = GATHERED) -> nn.Module:
     if kind == "gpt_oss":  # has biases, and weights that are transposed and interleaved
         return tiny_model(kind, num_local_experts=8, **sizes).train()
     width = 256 if kind == "wide" else 20
-    model = tiny_model("qwen3_moe", num_experts=8, moe_intermediate_size=width, **sizes).train()
+    sizes |= {"output_router_logits": kind == "router loss", "moe_intermediate_size": width}
+    model = tiny_model("qwen3_moe", num_experts=8, router_aux_loss_coef=0.1, **sizes).train()
     if kind == "lora":
         return adapted(model)
     return freeze(model, "experts") if kind == "frozen" else model
@@ -94,10 +95,13 @@ WAYS = {
     "routed in pairs": Way(2, top_k=ROUTED, strategy={"activation_checkpointing": "full"}),
     "routed by all": Way(None, top_k=ROUTED, strategy={"activation_checkpointing": "full"}, **STEPS),
     "biases": Way(2, "gpt_oss", ROUTED),
+    "router loss": Way(2, "router loss"),
     "frozen": Way(None, "frozen"),
     "adapters in pairs": Way(2, "lora", **STEPS),
     "adapters by all": Way(None, "lora", ROUTED),
 }
+SHORT = ("router loss", "fabric", "resumed")
+"""Of the batches that all have labels."""
 WHOLE = ("liger_ddp", "liger_fsdp")
 """Strategies under which each rank has all experts, or gathers them."""
 
@@ -139,7 +143,7 @@ def _on_meta() -> nn.Module:
 
 
 def results(run: dict[str, Any]) -> dict[str, Any]:
-    found = {name: _fit(run, way) for name, way in WAYS.items()}
+    found = {name: _fit(run, way, num_batches=2 if name in SHORT else NUM_STEPS) for name, way in WAYS.items()}
     for name in WHOLE:
         found[name] = fit(run, name, LM(build=lambda module: build()), make_batches(run["rank"]))
     shared = Way(None, strategy={"context_parallel_size": 2})
@@ -207,7 +211,7 @@ def test_lower_precision_trains_as_whole_experts(ranks):
 @pytest.mark.parametrize("name", [*WAYS, *WHOLE, "fabric", "resumed"])
 def test_ranks_that_split_experts_train_as_one_process_with_the_stock_model(ranks, name):
     way = WAYS.get(name, Way(2))
-    num_batches = 2 if name in ("fabric", "resumed") else NUM_STEPS
+    num_batches = 2 if name in SHORT else NUM_STEPS
     batches = [make_batches(rank)[:num_batches] for rank in range(len(ranks.results))]
     if name == "resumed":  # after the first epoch
         batches = [each * 2 for each in batches]
