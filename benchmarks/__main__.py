@@ -19,7 +19,18 @@ from benchmarks.loss import LOSS
 from benchmarks.losses import command as losses
 from benchmarks.ops import OPS
 from benchmarks.run import Runner, Settings, rms_norm_host_us
-from benchmarks.training import activations, context, convergence, examples, host, medusa, models, optimizer, packing, train
+from benchmarks.training import (
+    activations,
+    context,
+    convergence,
+    examples,
+    host,
+    medusa,
+    models,
+    optimizer,
+    packing,
+    train,
+)
 
 _OUT_HELP = (
     "where to write: a path without suffix, such as benchmarks/results/ops_h200, makes ops_h200.jsonl and"
@@ -37,7 +48,8 @@ _MODULES = {
     "experts": (experts, "a layer of experts, forward and backward"),
     "fp8": (fp8, "the linear layers of one decoder layer in float8 and bfloat16"),
     "optimizer": (optimizer, "AdamW's step, compared with PyTorch's"),
-from benchmarks.training import activations, context, convergence, examples, host, medusa, models, optimizer, packing, train
+    "packing": (packing, "examples of different lengths in padded, padding-free and packed batches"),
+    "host": (host, "small steps, which wait for the host"),
     "models": (models, "two layers of many models, with their distance to float64"),
 }
 """Commands of a module each: losses, and whole models."""

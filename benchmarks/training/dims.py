@@ -19,12 +19,16 @@ class Dims:
         model_type: As in a ``config.json``.
         num_layers: The published depth.
         sizes: The settings in which it differs from the architecture's defaults.
+        lora: Arguments of peft's ``LoraConfig`` besides the rank; by default peft's choice of layers.
+        needs_meta: Whether it is built on the meta device for strategies that shard it, as it is large for one GPU.
     """
 
     title: str
     model_type: str
     num_layers: int
     sizes: dict[str, Any] = field(repr=False)
+    lora: dict[str, Any] = field(default_factory=dict, repr=False)
+    needs_meta: bool = False
 
     def config(self, num_layers: int | None = None, tiny: bool = False, **changes: Any) -> PreTrainedConfig:
         """Its configuration with ``num_layers`` layers (default: the published depth), or with tiny sizes."""
@@ -106,6 +110,16 @@ DIMS: dict[str, Dims] = {
         "Mixtral, narrow experts", "mixtral", 32,
         {**_GQA, "hidden_size": 4096, "intermediate_size": 3584, "vocab_size": 32000, "num_local_experts": 8},
     ),
+    "qwen3_30b_a3b": Dims(
+        "Qwen3 30B-A3B", "qwen3_moe", 48,
+        {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+         "num_experts_per_tok": 8, "norm_topk_prob": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        needs_meta=True,
+    ),
     "bamba_9b": Dims(
         "Bamba 9B", "bamba", 32,
         {**_GQA, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "attn_layer_indices": [1]},
@@ -113,7 +127,8 @@ DIMS: dict[str, Dims] = {
 }  # fmt: skip
 """Every model by its name on the command line."""
 
-_TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16}
+_TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "head_dim": 16, "moe_intermediate_size": 32,
+         "num_experts": 8, "num_experts_per_tok": 3}  # fmt: skip
 _TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 

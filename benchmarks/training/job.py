@@ -8,6 +8,8 @@ from typing import Any
 from benchmarks.training.arms import Arm
 from benchmarks.training.dims import DIMS
 
+OPTIMIZERS: dict[str, str | None] = {"adamw": None, "adamw_bfloat16": "bfloat16", "adamw_8bit": "8bit", "sgd": None}
+"""Optimizers by their names on the command line, with the dtype of AdamW's states; without one, the parameters'."""
 OK, OUT_OF_MEMORY, FAILED = "ok", "out of memory", "failed"
 
 
@@ -24,7 +26,7 @@ class Job:
         warm_up, steps: Steps for each shape before those that are measured, and those. A memory budget's plan is made
             in the first two.
         traced_steps: Steps after those, in which the GPU's idle time is measured.
-        optimizer: ``"adamw"`` or ``"sgd"``.
+        optimizer: A name in ``OPTIMIZERS``; dtypes of states are those of our arms, others' are the parameters'.
         learning_rate: Constant after ``learning_rate_warm_up`` steps.
         pretrains: Whether to train as from scratch: the learning rate falls to 0 after its warm-up, AdamW has betas of
             0.9 and 0.95, and gradients are clipped at a norm of 1.
@@ -109,6 +111,7 @@ _COMMON = (
     "strategy",
     "precision",
     "lora_rank",
+    "optimizer",
     "seed",
 )
 
@@ -119,7 +122,8 @@ class Row:
 
     Attributes:
         model, layers, arm, devices, batch_size, sequence_length, context_parallel_size, medusa_heads, medusa_stage,
-            strategy, precision, lora_rank, seed: As in :class:`Job`; sizes are those of a process, sequences are whole.
+            strategy, precision, lora_rank, optimizer, seed: As in :class:`Job`; sizes are those of a process,
+            sequences are whole.
         status: ``"ok"``, ``"out of memory"`` or ``"failed"``.
         error: The last line of the error, if there was one.
         step_seconds: Seconds of each measured step, of the slowest process.
@@ -168,6 +172,7 @@ class Row:
     strategy: str = ""
     precision: str = "bf16-true"
     lora_rank: int = 0
+    optimizer: str = "adamw"
     seed: int = 0
 
     @property

@@ -12,7 +12,7 @@ from benchmarks.environment import environment
 from benchmarks.records import Writer
 from benchmarks.training.arms import IMPLEMENTATIONS, SYNTAX, Arm, parse_arms, parse_numbers
 from benchmarks.training.dims import DIMS
-from benchmarks.training.job import OK, Job, Row
+from benchmarks.training.job import OK, OPTIMIZERS, Job, Row
 from benchmarks.training.processes import run_jobs
 
 DEFAULT_ARMS = "hf:full,liger_kernel:full,ours:full"
@@ -44,7 +44,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, arms: str) -> None:
     )
     parser.add_argument("--layers", type=int, metavar="N", help="depth (default: the published one)")
     parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd"), default="adamw", help="fused; sgd keeps no states (default: adamw)"
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        default="adamw",
+        help="fused (default: adamw); sgd keeps no states, those with a dtype round stochastically in our arms",
     )
     parser.add_argument("--memory-limit-gib", type=float, metavar="GIB", help="the most memory PyTorch may take")
     parser.add_argument("--timeout", type=float, default=570.0, metavar="SECONDS", help="of one arm (default: 570)")
@@ -64,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--devices", type=parse_numbers, default=(1,), metavar="N,...", help="GPUs; several run FSDP (default: 1)"
+    )
+    parser.add_argument(
+        "--lora-rank", type=int, default=0, metavar="N", help="of adapters, which alone are trained (default: none)"
     )
     parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before those measured (default: 3)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="measured steps (default: 4)")
@@ -86,6 +92,7 @@ def make_jobs(options: argparse.Namespace) -> list[Job]:
             steps=options.steps,
             traced_steps=options.traced_steps,
             optimizer=options.optimizer,
+            lora_rank=options.lora_rank,
             memory_limit_gib=options.memory_limit_gib,
             tiny=options.quick,
         )
@@ -137,9 +144,10 @@ def number(value: float | None, form: str) -> str:
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The first row of the Hugging Face model at the same shape that ran."""
     same = ("model", "layers", "devices", "batch_size", "sequence_length", "context_parallel_size", "memory_limit_gib")
+    same += ("lora_rank",)
     for other in rows:
         is_same = all(getattr(other, name) == getattr(row, name) for name in same)
-        if is_same and other.parsed_arm.implementation == "hf" and other.tokens_per_second is not None:
+        if is_same and other.parsed_arm.implementation.startswith("hf") and other.tokens_per_second is not None:
             return other
     return None
 

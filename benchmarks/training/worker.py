@@ -19,13 +19,21 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.timing import GpuTrace, synchronize
 from benchmarks.training.arms import FLOAT8
 from benchmarks.training.dims import DIMS, make_model
-from benchmarks.training.job import FAILED, OUT_OF_MEMORY, Job, Row
+from benchmarks.training.job import FAILED, OPTIMIZERS, OUT_OF_MEMORY, Job, Row
 from benchmarks.training.medusa_heads import COEFFICIENT, DECAY, HEAD_LOSSES, medusa_loss
 from liger_ops.optim import AdamW
 from lightning_liger import (
@@ -43,7 +51,9 @@ from lightning_liger.activations.layers import find_layers, unsplit_classes
 from lightning_liger.data import TextDataModule
 from lightning_liger.estimate.states import PRECISIONS
 from lightning_liger.patching.float8 import fp8_share
+from lightning_liger.training.causal_lm import needs_float32_moments
 from lightning_liger.training.lora import add_adapters
+from lightning_liger.weights.meta_device import initialize
 
 GIB = 2**30
 
@@ -78,8 +88,12 @@ def make_strategy(job: Job, device: torch.device) -> Strategy:
     if job.strategy:
         name, _, stage = job.strategy.partition("_stage_")
         return _STRATEGIES[name][0 if arm.is_ours else 1](**({"stage": int(stage)} if stage else {}), **arguments)
+    if arm.implementation == "hf_fsdp2":
+        return ModelParallelStrategy(data_parallel_size=job.devices, tensor_parallel_size=1)
     if not arm.is_ours:
         return SingleDeviceStrategy(device) if single else PlainFSDPStrategy()
+    if arm.implementation == "ours_fsdp2_ep":
+        return LigerModelParallelStrategy(expert_parallel_size=job.devices, **arguments)
     if arm.implementation.startswith("ours_fsdp2"):
         return LigerModelParallelStrategy(**arguments)
     if single:
@@ -110,28 +124,53 @@ class BenchmarkLM(L.LightningModule):
         if job.vocab_size is not None:
             config.vocab_size = job.vocab_size
         dtype = PRECISIONS[job.precision].weights
-        self.model = make_model(config, self.trainer.strategy.root_device, dtype, job.seed)
+        is_sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
+        on_meta = is_sharded and DIMS[job.model].needs_meta
+        device = torch.device("meta") if on_meta else self.trainer.strategy.root_device
+        self.model = make_model(config, device, dtype, job.seed)
         if job.lora_rank:
-            self.model = add_adapters(self.model, {"r": job.lora_rank})
+            self.model = add_adapters(self.model, {"r": job.lora_rank, **DIMS[job.model].lora})
         if arm.recomputes_all:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if is_sharded and not arm.is_ours:
+            self._shard()
         if arm.implementation == "liger_kernel":
             apply_liger_kernel(self.model)
         if arm.is_compiled:
             for layer in find_layers(self.model):
                 layer.compile()
 
+    def _shard(self) -> None:
+        """What users of Lightning's own strategy write, and the values that our strategies give such a model."""
+        assert self.model is not None
+        assert self.device_mesh is not None  # of the strategy
+        layers = tuple(unsplit_classes(self.model))
+        units = [module for module in self.model.modules() if isinstance(module, layers)]
+        for unit in (*units, self.model):
+            fully_shard(unit, mesh=self.device_mesh["data_parallel"])
+        initialize(self, self.trainer.strategy.root_device, [self.model, *units])
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.model(**batch).loss
 
     def configure_optimizers(self) -> Any:
         job = self.job
-        make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[job.optimizer]
+        make = torch.optim.SGD if job.optimizer == "sgd" else torch.optim.AdamW
+        state_dtype = OPTIMIZERS[job.optimizer]
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if job.optimizer == "adamw" and job.parsed_arm.is_ours:
+        if make is torch.optim.AdamW and job.parsed_arm.is_ours:
             betas = (0.9, 0.95 if job.pretrains else 0.999)
-            optimizer: torch.optim.Optimizer = AdamW(trained, lr=job.learning_rate, betas=betas)
+            groups: Any = trained
+            if state_dtype is not None:
+                dtypes = (state_dtype, False), ("float32", True)
+                wide = [module for module in self.modules() if state_dtype == "8bit" and needs_float32_moments(module)]
+                exact = {each for module in wide for each in module.parameters(recurse=False)}
+                parts = {dtype: [p for p in trained if (p in exact) == is_exact] for dtype, is_exact in dtypes}
+                groups = [{"params": params, "state_dtype": dtype} for dtype, params in parts.items() if params]
+            optimizer: torch.optim.Optimizer = AdamW(
+                groups, lr=job.learning_rate, betas=betas, stochastic_rounding=state_dtype is not None
+            )
         else:
             optimizer = make(trained, lr=job.learning_rate, fused=on_gpu)
         if not job.learning_rate_warm_up:

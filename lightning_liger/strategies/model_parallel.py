@@ -19,6 +19,7 @@ from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.patching.rules import gather_in_float8
 from lightning_liger.strategies.fabric import FabricStrategy
+from lightning_liger.strategies.parts.expert_parallel import ExpertParallel, is_split
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads, tied_pairs
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
@@ -35,20 +36,28 @@ _SETUP_ORDER = (
 class _Sharding:
     """Shards the models of a strategy, which Lightning's ``__init__`` has made, by FSDP2 and tensor parallelism."""
 
-    def __init__(self, strategy: Any, auto_wrap_policy: Any) -> None:
+    def __init__(self, strategy: Any, auto_wrap_policy: Any, expert_parallel_size: int) -> None:
         check_policy("auto_wrap_policy", auto_wrap_policy, takes_functions=False)
         if strategy._data_parallel_size != "auto":
             check_integer("data_parallel_size", strategy._data_parallel_size, at_least=1)
         check_integer("tensor_parallel_size", strategy._tensor_parallel_size, at_least=1)
+        check_integer("expert_parallel_size", expert_parallel_size, at_least=1)
+        if expert_parallel_size > 1 and strategy._tensor_parallel_size > 1:
+            expected = f"1 with tensor_parallel_size={strategy._tensor_parallel_size}"
+            raise wrong_value("expert_parallel_size", expected, expert_parallel_size)
         self._strategy = strategy
         self._auto_wrap_policy = auto_wrap_policy
         strategy._checkpoints.are_sharded = True
-        strategy._activations.layers_communicate |= strategy._tensor_parallel_size > 1
+        self._experts = ExpertParallel(expert_parallel_size)
+        strategy._activations.layers_communicate |= max(strategy._tensor_parallel_size, expert_parallel_size) > 1
 
     def check_sizes(self) -> None:
-        """Raises ValueError if the ranks of tensor parallelism do not divide the processes, before they start."""
+        """Raises ValueError if the ranks that share layers do not divide the processes, before they start."""
         strategy = self._strategy
         num_processes, size = strategy.num_nodes * strategy.num_processes, strategy._tensor_parallel_size
+        if num_processes % self._experts.size:
+            expected = f"a divisor of the number of processes, {num_processes}"
+            raise wrong_value("expert_parallel_size", expected, self._experts.size)
         if strategy._data_parallel_size == "auto":
             if num_processes % size:
                 raise wrong_value(
@@ -65,8 +74,18 @@ class _Sharding:
         if mesh["tensor_parallel"].size() > 1 and not is_distributed(model):
             parallelize(model, mesh["tensor_parallel"])
         gather_in_float8(model)
+        experts, whole = self._experts.split(model, self._strategy.root_device)
         for unit in units:
-            fully_shard(unit, mesh=mesh["data_parallel"])
+            if unit not in experts:
+                fully_shard(unit, mesh=mesh["data_parallel"], ignored_params=whole)
+
+    def check_experts(self, model: Module) -> None:
+        """Raises ValueError if experts should be split, but someone else sharded the model."""
+        if self._experts.size > 1 and not is_split(model):
+            raise ValueError(
+                f"expert_parallel_size={self._experts.size} needs a model that is not sharded yet, but"
+                f" {type(model).__name__} has FSDP units or DTensors: leave sharding to the strategy"
+            )
 
     def _layer_classes(self, model: Module) -> tuple[type[Module], ...]:
         return tuple(resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model))
@@ -108,12 +127,16 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         tensor_parallel_size: Ranks that share each layer. What ``configure_model`` leaves without DTensors is spread
             over them by the Hugging Face model's plan, the embeddings and the LM head over the
             vocabulary; otherwise ``configure_model`` parallelizes, on ``self.device_mesh["tensor_parallel"]``.
+        expert_parallel_size: Consecutive ranks that split the experts of each layer, and exchange tokens: gradients,
+            losses and checkpoints are those of whole experts. Other parameters are sharded over all ranks. It divides
+            the number of processes and that of experts, which the kernel ``"moe_experts"`` must have replaced.
         **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and
             ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``; with a ``tensor_parallel_size`` for a
-            model without a plan, or sizes that cannot be divided by it.
+            model without a plan, or sizes that cannot be divided by it; with an ``expert_parallel_size`` for a model
+            without experts or that is sharded already, and sizes that cannot be divided by it.
     """
 
     _gathers_float8 = True
@@ -125,6 +148,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         activation_checkpointing_policy: LayerPolicy | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -134,7 +158,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        self._sharding = _Sharding(self, auto_wrap_policy)
+        self._sharding = _Sharding(self, auto_wrap_policy, expert_parallel_size)
         self._checkpoints.writes_itself = kwargs.get("save_distributed_checkpoint", True)
         self.engine.initializes_on_meta = True
 
@@ -172,7 +196,9 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         _expose_lazy_logits(self.model)
 
     def _shard_children(self, model: Module) -> None:
-        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            self._sharding.check_experts(model)
+        else:
             units = list(dict.fromkeys(_units_below(model)))
             inside = {module for unit in units for module in unit.modules() if module is not unit}
             self._sharding.shard(model, [unit for unit in units if unit not in inside], self.device_mesh)
@@ -208,6 +234,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         activation_checkpointing_policy: LayerPolicy | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
@@ -221,7 +248,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
             tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        self._sharding = _Sharding(self, auto_wrap_policy)
+        self._sharding = _Sharding(self, auto_wrap_policy, expert_parallel_size)
         self._checkpoints.writes_itself = True
 
     @override
@@ -236,6 +263,7 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
     def _parallelize_and_initialize(self, module: Module, mesh: DeviceMesh) -> Module:
         module = self._parallelize(module, mesh)
         if isinstance(module, Module):  # Lightning refuses anything else
+            self._sharding.check_experts(module)
             self._sharding.initialize(module)
             _expose_lazy_logits(module)
         return module

@@ -34,6 +34,7 @@ from liger_ops.arguments import (
     wrong_value,
 )
 from liger_ops.moe import gradients, products, tiles
+from liger_ops.moe.exchange import ExpertGroup, run_on_ranks
 from liger_ops.moe.gate import Gate
 from liger_ops.moe.index import Index, make_index
 
@@ -53,8 +54,8 @@ class _Layout:
             return z, None
         return (z[:, ::2], z[:, 1::2]) if self.gated == 2 else (z[:, : self.width], z[:, self.width :])
 
-    def block_rows(self, num_pairs: int) -> int:
-        return tiles.choose_rows(num_pairs, self.num_experts, self.down.dtype)
+    def block_rows(self, num_rows: int) -> int:
+        return tiles.choose_rows(num_rows, self.num_experts, self.down.dtype)
 
 
 def experts_reference(
@@ -109,14 +110,13 @@ def experts_reference(
 def _forward_fake(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *settings: Any
 ) -> list[Tensor]:
-    *_, interleaved, transposed, keep = settings
+    *_, interleaved, transposed, keep, num_rows = settings
     layout = _Layout(gate_up, down, interleaved, transposed)
-    num_pairs = index.numel()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not keep:
         return [y]
-    z = x.new_empty((num_pairs, layout.gate_up.shape[1]))
-    sizes = Index.sizes(num_pairs, layout.num_experts)
+    z = x.new_empty((num_rows, layout.gate_up.shape[1]))
+    sizes = Index.sizes(index.numel(), layout.num_experts, num_rows)
     return [y, z, *(x.new_empty(size, dtype=torch.int32) for size in sizes)]
 
 
@@ -138,19 +138,19 @@ def _forward(
     interleaved: bool,
     transposed: bool,
     keep: bool,
+    num_rows: int,
 ) -> list[Tensor]:
-    """The output, and with ``keep`` what backward needs: z and the index."""
+    """The output, and with ``keep`` what backward needs: z and the index. At most ``num_rows`` pairs have an expert."""
     layout = _Layout(gate_up, down, interleaved, transposed)
     gate = Gate(activation, limit, alpha, up_offset, limit_output)
-    num_pairs, top_k = index.numel(), index.shape[1]
-    block_rows = layout.block_rows(num_pairs)
-    places = make_index(index.reshape(-1), layout.num_experts, block_rows)
-    z = x.new_empty((num_pairs, layout.gate_up.shape[1])) if keep else None
-    a = x.new_empty((num_pairs, layout.width))
+    top_k, block_rows = index.shape[1], layout.block_rows(num_rows)
+    places = make_index(index.reshape(-1), layout.num_experts, block_rows, num_rows)
+    z = x.new_empty((num_rows, layout.gate_up.shape[1])) if keep else None
+    a = x.new_empty((num_rows, layout.width))
     gate_up_a, gate_up_b, down_a, down_b = adapters
     low = products.narrow(x, gate_up_a, places, block_rows, top_k), gate_up_b
     products.gate_up(x, layout.gate_up, gate_up_bias, places, top_k, block_rows, gate, layout.gated, z, a, *low)
-    rows = x.new_empty((num_pairs, x.shape[1]))
+    rows = x.new_empty((num_rows, x.shape[1]))
     low = products.narrow(a, down_a, places, block_rows), down_b
     products.product(a, layout.down, down_bias, places, block_rows, rows, *low)
     del a, low
@@ -243,7 +243,7 @@ def _gradients(
     overwrite: bool,
 ) -> list[Tensor]:
     needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias, *needs_adapters = needs
-    where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(index.numel())
+    where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(len(z))
     narrow = partial(products.narrow, index=where, block_rows=block_rows)
     (gate_up_a, gate_up_b, down_a, down_b), grads = adapters, list[Any](adapters)
     needs_z = needs_x or needs_gate_up or needs_gate_up_bias or any(needs_adapters[:2])
@@ -313,18 +313,18 @@ def _bias_scores(grad: Tensor, down_bias: Tensor, index: Tensor) -> Tensor:
 
 
 @register_flop_formula(torch.ops.liger_ops.moe_experts, get_raw=True)
-def _forward_flops(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *_: Any, **__: Any) -> int:
+def _forward_flops(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, **_: Any) -> int:
     """As PyTorch's counter and estimates of time take them."""
-    return 2 * index.numel() * (gate_up[0].numel() + down[0].numel())
+    return 2 * rest[-1] * (gate_up[0].numel() + down[0].numel())
 
 
 @register_flop_formula(
     [torch.ops.liger_ops.moe_experts_backward, torch.ops.liger_ops.moe_experts_backward_], get_raw=True
 )
-def _backward_flops(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *rest: Any, **_: Any) -> int:
+def _backward_flops(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, **_: Any) -> int:
     needs_x, needs_gate_up, needs_down, *_others = rest[-1]
     products = (needs_x + needs_gate_up) * gate_up[0].numel() + (1 + needs_down) * down[0].numel()
-    return 2 * index.numel() * products
+    return 2 * len(rest[4]) * products  # of z
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -343,11 +343,12 @@ class _ExpertsFunction(torch.autograd.Function):
         gate: Gate,
         interleaved: bool,
         transposed: bool,
+        num_rows: int,
         *adapters: Tensor | None,
     ) -> Tensor:
         settings = *gate, interleaved, transposed
         y, z, *places = _forward(
-            x, gate_up, down, index, scores, gate_up_bias, down_bias, list(adapters), *settings, True
+            x, gate_up, down, index, scores, gate_up_bias, down_bias, list(adapters), *settings, True, num_rows
         )
         ctx.save_for_backward(x, gate_up, down, index, scores, down_bias, *adapters, z, *places)
         ctx.settings = settings
@@ -356,25 +357,22 @@ class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     @backend.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6, 10, 11, 12, 13)]
+        needs = [ctx.needs_input_grad[place] for place in (0, 1, 2, 4, 5, 6, 11, 12, 13, 14)]
         (*inputs, z, offsets, pairs, rows, starts, experts), overwrite = backend.take_saved_tensors(ctx, own=10)
         places = [offsets, pairs, rows, starts, experts]
         grad = backend.as_rows(grad, grad.shape[-1])
         compute = _backward_in_place if overwrite else _backward
         gradients = compute(grad, *inputs[:6], inputs[6:], z.detach(), places, *ctx.settings, needs)
         x, gate_up, down, scores, gate_up_bias, down_bias, *adapters = backend.spread(gradients, needs)
-        return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None, *adapters
+        return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None, None, *adapters
 
 
-def _compute(*args: Any) -> Tensor:
-    x, gate_up, down, index, scores, gate_up_bias, down_bias, gate, interleaved, transposed, *adapters = args
-    if not backend.runs_on_triton(x) or x.numel() == 0 or index.numel() == 0:
-        return experts_reference(*args)
-    tensors = x, gate_up, down, scores, gate_up_bias, down_bias, *adapters
-    if backend.needs_graph(*tensors):
-        return _ExpertsFunction.apply(*args)
-    settings = *gate, interleaved, transposed
-    (y,) = _forward(x, gate_up, down, index, scores, gate_up_bias, down_bias, adapters, *settings, False)
+def _compute(tensors: list[Any], settings: tuple[Any, ...], adapters: list[Any], num_rows: int) -> Tensor:
+    if not backend.runs_on_triton(tensors[0]) or num_rows == 0:
+        return experts_reference(*tensors, *settings, *adapters)
+    if backend.needs_graph(*tensors, *adapters):
+        return _ExpertsFunction.apply(*tensors, *settings, num_rows, *adapters)
+    (y,) = _forward(*tensors, adapters, *settings[0], *settings[1:], False, num_rows)
     return y
 
 
@@ -396,6 +394,7 @@ def moe_experts(
     transposed: bool = False,
     gate_up_adapter: tuple[Tensor, Tensor] | None = None,
     down_adapter: tuple[Tensor, Tensor] | None = None,
+    group: ExpertGroup | None = None,
 ) -> Tensor:
     """Returns the sum over each token's experts of ``top_k_weights`` times a gated MLP with that expert's weights.
 
@@ -421,6 +420,10 @@ def moe_experts(
         gate_up_adapter, down_adapter: Low-rank updates of the weights, ``(a, b)`` of ``[num_experts, rank, input
             features]`` and ``[num_experts, output features, rank]``: what is multiplied with an expert's weight is also
             with ``b @ a``, in two products. No tensor of the weights' size is made for them.
+        group: Ranks that share the experts, and call this together. Weights, biases and adapters are those of this
+            rank's part of the experts, the numbers in ``top_k_index`` are of all; ranks may have different numbers of
+            tokens. What an expert adds to a gradient of its tensors is divided by the number of ranks, as an average
+            over the group would, which these tensors do not need.
 
     Returns:
         ``[..., hidden_size]`` in the dtype of ``x``.
@@ -433,6 +436,8 @@ def moe_experts(
     gate.check()
     check_bool("interleaved", interleaved)
     check_bool("transposed", transposed)
+    if group is not None and not isinstance(group, ExpertGroup):
+        raise wrong_type("group", "an ExpertGroup or None", group)
     tensors = {"x": x, "gate_up": gate_up, "down": down, "top_k_weights": top_k_weights}
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     for name, tensor in tensors.items():
@@ -447,11 +452,20 @@ def moe_experts(
     dtype = backend.autocast_dtype(x.device.type) or gate_up.dtype
     rows = backend.as_rows(x, x.shape[-1])
     index = top_k_index.reshape(-1, top_k_index.shape[-1])
-    cast = [None if each is None else each.to(dtype) for each in (rows, gate_up, down, gate_up_bias, down_bias)]
-    cast[3:] = [None if each is None else each.contiguous() for each in cast[3:]]
+    cast = [None if each is None else each.to(dtype) for each in (gate_up, down, gate_up_bias, down_bias)]
+    cast[2:] = [None if each is None else each.contiguous() for each in cast[2:]]
     scores = top_k_weights.reshape(index.shape).contiguous()
     low = [None if each is None else each.to(dtype).contiguous() for each in adapters]
-    y = _compute(*cast[:3], index.contiguous(), scores, *cast[3:], gate, interleaved, transposed, *low)
+
+    def compute(x: Tensor, index: Tensor, scores: Tensor, num_rows: int) -> Tensor:
+        tensors: list[Any] = [x, *cast[:2], index, scores, *cast[2:]]
+        return _compute(tensors, (gate, interleaved, transposed), low, num_rows if x.numel() else 0)
+
+    index = index.contiguous()
+    if group is None:
+        y = compute(rows.to(dtype), index, scores, index.numel())
+    else:
+        y = run_on_ranks(compute, group, down.shape[0], rows.to(dtype), index, scores)
     return y.to(x.dtype).view(x.shape)
 
 

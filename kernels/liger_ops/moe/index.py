@@ -19,12 +19,12 @@ MIN_TILE_ROWS = 16
 
 
 class Index(NamedTuple):
-    """Rows by expert, all int32. There are as many rows as pairs; those after the last expert's are never used."""
+    """Rows by expert, all int32. Rows after the last expert's are never used."""
 
     offsets: Tensor
     """``[num_experts + 1]``: the first row of each expert, and the number of rows in use."""
     pair_of_row: Tensor
-    """``[num_pairs]``"""
+    """``[num_rows]``"""
     row_of_pair: Tensor
     """``[num_pairs]``, -1 for pairs without a row"""
     tile_starts: Tensor
@@ -33,13 +33,13 @@ class Index(NamedTuple):
     """The expert of each tile. There is space for the most tiles of the fewest rows, however the pairs are spread."""
 
     @staticmethod
-    def sizes(num_pairs: int, num_experts: int) -> tuple[int, ...]:
-        return num_experts + 1, num_pairs, num_pairs, num_experts + 1, num_pairs // MIN_TILE_ROWS + num_experts
+    def sizes(num_pairs: int, num_experts: int, num_rows: int) -> tuple[int, ...]:
+        return num_experts + 1, num_rows, num_pairs, num_experts + 1, num_rows // MIN_TILE_ROWS + num_experts
 
     def max_tiles(self, block_rows: int) -> int:
         """The most tiles of so many rows."""
-        num_pairs, num_experts = self.pair_of_row.numel(), self.offsets.numel() - 1
-        return num_pairs // block_rows + min(num_pairs, num_experts)
+        num_rows, num_experts = self.pair_of_row.numel(), self.offsets.numel() - 1
+        return num_rows // block_rows + min(num_rows, num_experts)
 
 
 @backend.Kernel
@@ -110,7 +110,7 @@ def _scan_kernel(
 def _place_kernel(
     experts_ptr,  # [num_pairs], int64
     first_rows_ptr,  # [num_blocks, num_experts]
-    pair_of_row_ptr,  # [num_pairs]
+    pair_of_row_ptr,  # [num_rows]
     row_of_pair_ptr,  # [num_pairs]
     num_pairs,
     num_experts,
@@ -136,9 +136,12 @@ def _place_kernel(
     tl.store(pair_of_row_ptr + rows, pairs.to(tl.int32), mask=is_used)
 
 
-def make_index(experts: Tensor, num_experts: int, block_rows: int) -> Index:
-    """The rows of pairs whose experts are ``experts``, ``[num_pairs]`` in int64, in tiles of ``block_rows`` rows."""
-    shapes = Index.sizes(experts.numel(), num_experts)
+def make_index(experts: Tensor, num_experts: int, block_rows: int, num_rows: int | None = None) -> Index:
+    """The rows of pairs whose experts are ``experts``, ``[num_pairs]`` in int64, in tiles of ``block_rows`` rows.
+
+    There are at most ``num_rows`` of them, by default as many as pairs.
+    """
+    shapes = Index.sizes(experts.numel(), num_experts, experts.numel() if num_rows is None else num_rows)
     outputs = Index(*(experts.new_empty(size, dtype=torch.int32) for size in shapes))
     offsets, pair_of_row, row_of_pair, tile_starts, tile_experts = outputs
     num_pairs = experts.numel()

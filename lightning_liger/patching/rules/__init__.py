@@ -2,7 +2,7 @@
 
 from lightning_liger.patching.rules.adapters import AdapterRule
 from lightning_liger.patching.rules.base import Patched, Replacement, Rule
-from lightning_liger.patching.rules.experts import ExpertsRule
+from lightning_liger.patching.rules.experts import ExpertsReplacement, ExpertsRule, group_of, share_experts
 from lightning_liger.patching.rules.gated_mlp import MLPReplacement, MLPRule
 from lightning_liger.patching.rules.head import HeadRule
 from lightning_liger.patching.rules.linear import convert, find_layers_of, gather_in_float8
@@ -16,6 +16,7 @@ RULES: tuple[Rule, ...] = (NormRule(), RotaryRule(), MLPRule(), ExpertsRule())
 __all__ = [
     "RULES",
     "AdapterRule",
+    "ExpertsReplacement",
     "HeadRule",
     "MLPReplacement",
     "Patched",
@@ -24,4 +25,6 @@ __all__ = [
     "convert",
     "find_layers_of",
     "gather_in_float8",
+    "group_of",
+    "share_experts",
 ]

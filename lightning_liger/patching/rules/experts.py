@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from liger_ops.moe.exchange import ExpertGroup
 from liger_ops.moe.experts import moe_experts
 from lightning_liger.activations.tiles import has_hooks
 from lightning_liger.patching.rules.base import (
@@ -37,6 +39,17 @@ _SCALES = (1.0, 30.0)
 _INDEX = torch.tensor([[0, 1], [3, 1], [1, 1], [4, 0], [0, 6], [1, 5], [3, 4]])
 """Experts of tokens: one has none, one occurs twice in a token; the last two are there where experts may be none."""
 _ADAPTERS = "liger_adapters"
+_GROUP = "liger_expert_group"
+
+
+def share_experts(experts: nn.Module, group: ExpertGroup) -> None:
+    """Has replaced ``experts``, whose parameters are DTensors sharded over the ranks of ``group``, exchange tokens."""
+    vars(experts)[_GROUP] = group
+
+
+def group_of(experts: nn.Module) -> ExpertGroup | None:
+    """The ranks that share ``experts``, None if each rank has all of them."""
+    return getattr(experts, _GROUP, None)
 
 
 @contextmanager
@@ -89,6 +102,12 @@ class ExpertsReplacement(Replacement):
             return self.run(module, *tensors) if self._applies(module, *tensors) else run_original(module, *tensors)
 
         def run_original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if group_of(module) is not None:
+                raise RuntimeError(
+                    f"{type(module).__name__} is split over ranks by expert_parallel_size, and runs with plain tensors"
+                    f" of tokens, experts and weights only, adapters of its weights without hooks: got {len(args)}"
+                    f" arguments and {sorted(kwargs)}"
+                )
             with ExitStack() as stack:
                 for adapter in _adapters_of(module):  # as peft does it: its weight includes the update
                     stack.enter_context(adapter.liger_original._activate_lora(adapter, adapter.active_adapters))
@@ -97,21 +116,23 @@ class ExpertsReplacement(Replacement):
         return {"forward": forward_of_tensors(original, run, self.num_tensors, run_original)}
 
     def _applies(self, module: nn.Module, *tensors: Tensor) -> bool:
-        weights = [getattr(module, name) for name in (self.gate_up, self.down)]
+        is_split = group_of(module) is not None  # into DTensors, whose local parts run
+        weights = [] if is_split else [getattr(module, name) for name in (self.gate_up, self.down)]
         for adapter in _adapters_of(module):
             weights += [*adapter.lora_A.parameters(), *adapter.lora_B.parameters()]
         is_plain = all(type(each) in (Tensor, nn.Parameter) for each in weights)
         if not is_plain or any(has_hooks(child) for child in module.children()):
             return False
         # The reference for CPUs asks for numbers, which cannot be compiled.
-        return weights[0].is_cuda or not torch.compiler.is_compiling()
+        return is_split or weights[0].is_cuda or not torch.compiler.is_compiling()
 
     def run(self, module: nn.Module, *tensors: Tensor) -> Tensor:
         """What the module computes."""
         x, index, weights = tensors
-        biases = [None if name is None else getattr(module, name) for name in (self.gate_up_bias, self.down_bias)]
-        gate_up, down = getattr(module, self.gate_up), getattr(module, self.down)
-        num_experts = down.shape[0]
+        names = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        own: list[Any] = [None if name is None else getattr(module, name) for name in names]
+        gate_up, down, *biases = (each.to_local() if isinstance(each, DTensor) else each for each in own)
+        num_experts, group = down.shape[0], group_of(module)
         y = moe_experts(
             x,
             gate_up[:num_experts] if self.has_identity else gate_up,
@@ -129,6 +150,7 @@ class ExpertsReplacement(Replacement):
             transposed=self.transposed,
             gate_up_adapter=self._adapter(module, self.gate_up, num_experts),
             down_adapter=self._adapter(module, self.down, num_experts),
+            group=group,
         )
         if not self.has_identity:
             return y
@@ -146,7 +168,14 @@ class ExpertsReplacement(Replacement):
             (left.mT, right.mT, scale) if self.transposed else (right, left, scale) for left, right, scale in found
         ]
         a, b = torch.cat([a for a, _, _ in factors], dim=1), torch.cat([b * scale for _, b, scale in factors], dim=2)
-        return a[:num_experts], b[:num_experts]
+        if (group := group_of(module)) is None:
+            return a[:num_experts], b[:num_experts]
+        size, first = group.ranks.size(), group.ranks.rank() * num_experts
+        a, b = a[first : first + num_experts], b[first : first + num_experts]
+        for each in (a, b):
+            if each.requires_grad:  # of tensors that all ranks have, whose gradients are averaged over all
+                each.register_hook(lambda gradient: gradient * size)
+        return a, b
 
     def verify(self, module: nn.Module) -> float:
         # On the CPU first, so that a GPU compiles kernels for the candidate that fits only.

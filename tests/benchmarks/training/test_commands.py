@@ -54,6 +54,26 @@ def test_train_compares_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @without_gpu
+def test_train_splits_experts_over_gpus_and_trains_adapters_of_them(tmp_path: Path) -> None:
+    settings = ["train", "--quick", "--model", "qwen3_30b_a3b", "--steps", "2", "--warm-up", "1"]
+    arms = "hf_fsdp2:full,ours_fsdp2:full,ours_fsdp2_ep:none"
+    sharded = ["--devices", "2", "--arms", arms, "--optimizer", "adamw_bfloat16", "--out", str(tmp_path / "sharded")]
+    adapted = ["--lora-rank", "2", "--arms", "hf:none,ours:none", "--out", str(tmp_path / "adapted")]
+    assert [main([*settings, *each]) for each in (sharded, adapted)] == [0, 0]
+    rows = rows_of(tmp_path / "sharded.jsonl")
+    assert [(row.arm, row.status, row.optimizer) for row in rows] == [
+        (arm, OK, "adamw_bfloat16") for arm in arms.split(",")
+    ]
+    for row in rows:
+        assert row.losses == pytest.approx(rows[0].losses, rel=2e-3)
+        assert row.optimizer_gib == pytest.approx(2 * row.parameters_gib, rel=1e-2)
+    plain, ours = rows_of(tmp_path / "adapted.jsonl")
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-3)
+    assert ours.optimizer_gib == pytest.approx(plain.optimizer_gib, rel=1e-2)
+    assert ours.optimizer_gib < 0.5 * ours.parameters_gib  # adapters only
+
+
+@without_gpu
 def test_context_measures_lengths_and_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--arms", "ours", "--lengths", "16,32", "--warm-up", "0", "--optimizer", "sgd"]
     assert main(["context", "--quick", *arguments, "--out", f"{tmp_path}/"]) == 0

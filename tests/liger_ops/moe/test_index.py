@@ -10,17 +10,21 @@ from tests.liger_ops.accuracy import few
 
 @given(
     st.integers(1, 600), st.sampled_from([1, 2, 5, 16, 17, 64]), st.sampled_from([16, 128]), st.integers(0, 99),
-    st.sampled_from([1.0, 6.0]),
+    st.sampled_from([1.0, 6.0]), st.booleans(),
 )  # fmt: skip
 @few(30)
 def test_pairs_have_the_rows_of_their_experts_in_order(
-    triton_device: torch.device, num_pairs: int, num_experts: int, block_rows: int, seed: int, power: float
-) -> None:
+    triton_device: torch.device, num_pairs: int, num_experts: int, block_rows: int, seed: int, power: float,
+    is_exact: bool,
+) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     chances = torch.rand(num_experts + 2, generator=generator).pow(power) + 1e-6
     experts = torch.multinomial(chances, num_pairs, True, generator=generator) - 1  # with some outside
-    index = make_index(experts.to(triton_device), num_experts, block_rows)
     is_used = (experts >= 0) & (experts < num_experts)
+    num_rows = max(1, int(is_used.sum())) if is_exact else num_pairs
+    index = make_index(experts.to(triton_device), num_experts, block_rows, num_rows)
+    assert len(index.pair_of_row) == num_rows
+    assert index.max_tiles(block_rows) <= len(index.tile_experts)
     counts = experts[is_used].bincount(minlength=num_experts)
     rows = torch.where(is_used, experts, num_experts).argsort(stable=True)[: int(is_used.sum())]
     expected = torch.full((num_pairs,), -1)

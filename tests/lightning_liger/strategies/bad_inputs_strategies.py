@@ -72,4 +72,12 @@ BAD_INPUTS = [
         lambda: fit(strategy=LigerModelParallelStrategy(tensor_parallel_size=4)),
         *("tensor_parallel_size", "a divisor of the number of processes, 1", "got 4"),
     ),
+    row(
+        lambda: fit(strategy=LigerModelParallelStrategy(expert_parallel_size=4)),
+        *("expert_parallel_size", "a divisor of the number of processes, 1", "got 4"),
+    ),
+    row(
+        partial(LigerModelParallelStrategy, tensor_parallel_size=2, expert_parallel_size=2),
+        *("expert_parallel_size", "1 with tensor_parallel_size=2", "got 2"),
+    ),
 ]
