@@ -183,7 +183,7 @@ class LigerStepMixin(_Module):
         """Restores what :meth:`rank_state_dict` returned."""
         metrics, saved = self._stage_metrics("train")[0], state["train_metrics"]
         if isinstance(saved, Tensor):  # of version 0.1.0
-            saved = dict(zip(("loss", "perplexity", "accuracy"), saved, strict=True))
+            saved = dict(zip(("loss", "perplexity", "mean_token_accuracy"), saved, strict=True))
         for name in metrics.keys() & saved.keys():
             metrics[name].parts = saved[name].to(metrics[name].parts.device, copy=True)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import yaml
 from torch import Tensor
 
 from lightning_liger.cli import LigerCLI
@@ -126,6 +127,11 @@ def run_alone(example: str, folder: Path, *arguments: str) -> LigerCLI:
     callbacks = [_checkpoint(folder / example), {"class_path": "lightning_liger.LigerMonitor"}]
     callbacks += [{"class_path": f"{LastStep.__module__}.{LastStep.__name__}"}]
     options = [f"--trainer.default_root_dir={folder}", "--trainer.check_val_every_n_epoch=1"]
+    (config,) = (path.removeprefix("--config=") for path in configs(example)[:1])
+    loggers = yaml.safe_load(Path(config).read_text(encoding="utf-8"))["trainer"]["logger"]
+    for logger in loggers:
+        logger["init_args"]["save_dir"] = str(folder / "logs")
+    options.append(f"--trainer.logger={json.dumps(loggers)}")
     options += ["--trainer.devices=1", "--trainer.num_nodes=1"]
     options += OF_TEST_SIZE.get(example, []) if example in OTHERS else sizes(folder)
     return _fit(configs(example), callbacks, *options, *arguments)
