@@ -11,7 +11,8 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_liger import (
     AutoLigerModelForCausalLM,
@@ -205,6 +206,39 @@ def test_a_yaml_file_trains_on_two_processes_and_downloads_once(hub, tmp_path):
     assert any(each.endswith("model.safetensors") for each in downloads)
     assert any(each.endswith("train.jsonl") for each in downloads)
     assert len(downloads) == len(set(downloads)), sorted(downloads)
+
+
+def test_quickstart_trains_with_its_names_and_is_exported(hub, tmp_path):
+    """The commands of the yaml, on a tiny model of the same architecture under the name of the real one."""
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "qwen")
+    for file in (*(EXAMPLES / "tokenizer").iterdir(), EXAMPLES / "chat_template.jinja"):
+        shutil.copy(file, tmp_path / "qwen")
+    settings = yaml.safe_load((EXAMPLES.parent / "quickstart.yaml").read_text(encoding="utf-8"))
+    name, path = settings["model"]["init_args"]["pretrained"], settings["data"]["init_args"]["path"]
+    hub.add(f"models/{name}", tmp_path / "qwen")
+    hub.add(f"datasets/{path}", {"train.jsonl": (EXAMPLES / "conversations.jsonl").read_bytes()})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    config_option = ["--config", str(EXAMPLES.parent / "quickstart.yaml")]
+    checkpoint = "runs/quickstart/checkpoints/last.ckpt"
+    fit = ["fit", *config_option, "--trainer.accelerator=cpu", "--data.batch_size=1"]
+    fit += ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--trainer.log_every_n_steps=1"]
+    export = ["export", *config_option, "--ckpt_path", checkpoint, "--output", "chat"]
+    for arguments in (fit, export):
+        command = [sys.executable, "-m", "lightning_liger", *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-3000:]
+    before, after = weights(tmp_path / "qwen"), weights(tmp_path / "chat")
+    assert not torch.equal(before.bfloat16(), after)
+    assert AutoTokenizer.from_pretrained(tmp_path / "chat").chat_template
+    card = huggingface_hub.ModelCard.load(tmp_path / "chat" / "README.md")
+    assert (card.data.base_model, card.data.datasets) == (name, path)
+    assert "val_loss" in next(tmp_path.glob("runs/quickstart/csv/*/metrics.csv")).read_text(encoding="utf-8")
 
 
 def test_export_has_a_card_and_is_pushed(hub, tmp_path, monkeypatch):
