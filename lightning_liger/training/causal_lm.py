@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lightning_liger.training.batches import check_prompts
 from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
+from lightning_liger.training.quantization import check_quantization, trained_names
 from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
 _STATE_SPACE = ("A_log", "D", "dt_bias")
@@ -76,12 +77,17 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             and ``lora_dropout``; ``target_parameters`` adapts experts; None trains all parameters. Checkpoints hold the
             whole model; ``export`` merges the adapters into its weights.
         revision: Branch, tag or commit of ``pretrained`` on the Hub; None for its main branch.
+        quantization: How the weights of ``pretrained`` under ``lora`` are quantized as they are loaded: arguments of
+            transformers' ``BitsAndBytesConfig``, such as ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` for
+            QLoRA (arXiv:2305.14314), or ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``. On one
+            device or under DDP. Checkpoints hold the adapters; ``export`` merges them into the weights before
+            quantization.
 
     Raises:
         ConnectionError: If ``pretrained`` on the Hub is not in the local cache, and the Hub cannot be reached.
         FileNotFoundError: If ``pretrained`` has no ``config.json``, or there is no such repository or revision.
         PermissionError: If ``pretrained`` is gated, and the user of the token may not read it.
-        ModuleNotFoundError: If ``lora`` is given and peft is not installed.
+        ModuleNotFoundError: If ``lora`` is given and peft is not installed, or the package of ``quantization``.
         TypeError: For an argument of a wrong type.
         ValueError: For an unknown architecture, a setting that it does not have, or an argument out of its range.
     """
@@ -109,6 +115,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         state_dtype: Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
         revision: str | None = None,
+        quantization: dict[str, Any] | None = None,
     ) -> None:
         self.loss_normalization = loss_normalization
         self.loss_type = loss_type
@@ -136,6 +143,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if "/" in (attn_implementation or ""):  # a kernel of the Hub, which a checkpoint's hyperparameters could name
             raise wrong_value("attn_implementation", "a name without '/', as no code is loaded", attn_implementation)
         check_lora(lora)
+        check_quantization(quantization, lora, pretrained)
         if lora is not None and needs_weights(lora):
             self._device_before_sharding = torch.device("cpu")
         self._folder = checkpoint_folder("pretrained", pretrained, revision)
@@ -181,11 +189,21 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         LigerCausalLM.prepare_data(self)  # without a Trainer nothing has called it
         folder, trainer = self._folder, self._attached_trainer
         device = torch.get_default_device() if trainer is None else trainer.strategy.root_device
+        quantization = self._settings.quantization if self.quantizes_base else None
+        shards = isinstance(
+            getattr(trainer, "strategy", None), DeepSpeedStrategy | ModelParallelStrategy | FSDPStrategy
+        )
+        if quantization is not None and shards:
+            expected = "None under strategies that shard parameters; use 'liger' or 'liger_ddp'"
+            raise wrong_value("quantization", expected, quantization)
         if trainer is not None and engine_of(trainer).initializes_on_meta:
             device = self._device_before_sharding
         settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         if self._settings.attn_implementation is not None:
             settings["attn_implementation"] = self._settings.attn_implementation
+        if quantization is not None:
+            config = check_quantization(quantization, self._settings.lora, folder)
+            settings |= {"quantization_config": config, "device_map": {"": device}}
         with device:
             if folder is not None and device.type != "meta":
                 with naming_damaged(folder):
@@ -205,6 +223,30 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     _device_before_sharding = torch.device("meta")
     """Where models are built for strategies that shard them."""
+
+    quantizes_base = True
+    """False makes :meth:`configure_model` ignore ``quantization``, as an export does."""
+
+    @property
+    def strict_loading(self) -> bool:
+        return self._settings.quantization is None and super().strict_loading
+
+    @strict_loading.setter
+    def strict_loading(self, strict_loading: bool) -> None:
+        self._strict_loading = strict_loading
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self._settings.quantization is not None:
+            weights, names = checkpoint["state_dict"], trained_names(self)
+            checkpoint["state_dict"] = {name: weights[name] for name in weights if name in names}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self._settings.quantization is not None:
+            differ = sorted(trained_names(self) ^ checkpoint["state_dict"].keys())
+            if differ:
+                raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""

@@ -13,7 +13,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from lightning_liger.hub import is_hub_name
 
-
 _KINDS = {"ImageTextDataModule": "images with text", "TeacherTopKDataModule": "stored predictions of a teacher"}
 
 

@@ -83,6 +83,8 @@ def export_pretrained(
     _prepare_repository(push_to_hub, private)
     output, checkpoint = Path(output).resolve(), contents(Path(ckpt_path), weights_only)
     weights = _read(Path(ckpt_path), checkpoint)
+    if getattr(module, "hparams", {}).get("quantization") is not None:
+        weights = _with_base(module, weights)
     if getattr(module, "model", None) is None:
         with torch.device("meta"):
             module.configure_model()
@@ -107,6 +109,15 @@ def export_pretrained(
     if push_to_hub is not None:
         with naming_repository("push_to_hub", push_to_hub):
             HfApi().upload_folder(repo_id=push_to_hub, folder_path=output, commit_message="Export by lightning-liger")
+
+
+def _with_base(module: Any, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a module whose checkpoint holds adapters of a quantized model: with those before quantization."""
+    if getattr(module, "model", None) is not None:
+        raise wrong_value("module", "one whose model is not built yet, as it is quantized", type(module).__name__)
+    module.quantizes_base = False
+    module.configure_model()
+    return {**module.state_dict(), **adapters}
 
 
 def contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:

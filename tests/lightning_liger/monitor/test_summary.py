@@ -1,8 +1,8 @@
 """The tables of ``LigerMonitor``, and its counts of losses."""
 
+import itertools
 from types import SimpleNamespace
 
-import itertools
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
