@@ -26,10 +26,10 @@ def causal_lm(**settings) -> LigerCausalLM:
     return LigerCausalLM(config=CONFIG, **settings)
 
 
-def conversations(tmp_path, **settings) -> ConversationDataModule:
+def conversations(tmp_path) -> ConversationDataModule:
     return ConversationDataModule(
         path=EXAMPLES / "conversations.jsonl", tokenizer=EXAMPLES / "tokenizer", max_length=128, batch_size=4,
-        chat_template=EXAMPLES / "chat_template.jinja", validation_fraction=0.2, cache_dir=tmp_path / "cache", **settings,
+        chat_template=EXAMPLES / "chat_template.jinja", validation_fraction=0.2, cache_dir=tmp_path / "cache",
     )  # fmt: skip
 
 

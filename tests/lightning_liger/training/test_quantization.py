@@ -123,7 +123,8 @@ def test_checkpoints_hold_the_adapters_resume_and_merge(folder, tmp_path, quanti
 def test_preferences_of_a_quantized_model_start_at_its_own_scores(folder, tmp_path):
     pytest.importorskip("bitsandbytes")
     examples = Path(__file__).parents[3] / "examples" / "data"
-    tiny_llama(vocab_size=320, hidden_size=64, max_position_embeddings=256, head_dim=16).save_pretrained(tmp_path / "m")
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    tiny_llama(max_position_embeddings=256, **sizes).save_pretrained(tmp_path / "m")
     module = LigerDPO(pretrained=tmp_path / "m", lora=LORA, quantization=KINDS["nf4"], learning_rate=1e-2)
     data = PreferenceDataModule(
         path=examples / "preference.jsonl", tokenizer=examples / "tokenizer", batch_size=4, cache_dir=tmp_path / "cache"
