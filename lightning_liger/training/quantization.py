@@ -46,9 +46,9 @@ def _torchao(given: dict[str, Any]) -> Any:
     import torchao.quantization
     from transformers import TorchAoConfig
 
-    name = given.get("quant_type")
-    kind = getattr(torchao.quantization, name, None) if isinstance(name, str) else None
-    if not (isinstance(kind, type) and name.endswith("WeightOnlyConfig")):
+    name = str(given.get("quant_type"))
+    kind: Any = getattr(torchao.quantization, name, None) if name.endswith("WeightOnlyConfig") else None
+    if not isinstance(kind, type):
         raise wrong_value("quantization['quant_type']", "a name such as 'Int8WeightOnlyConfig' of torchao", name)
     own = {key: value for key, value in given.items() if key not in ("quant_method", "quant_type")}
     try:

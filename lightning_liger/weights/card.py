@@ -24,6 +24,7 @@ def model_card(
     path = str(path) if isinstance(path, str | PurePath) else None  # no name of records in memory
     saved = checkpoint.get("hyper_parameters") or module.hparams
     settings = {key: value for key, value in saved.items() if value is not None}
+    model: Any = module.model
     base, kind = settings.get("pretrained"), type(module).__name__
     version = importlib.import_module("lightning_liger").__version__
     states = checkpoint.get("callbacks", {}).values()
@@ -50,7 +51,7 @@ def model_card(
         base_model=base if is_hub_name(base) else None,
         datasets=path if is_hub_name(path) else None,
         library_name="transformers",
-        pipeline_tag="image-text-to-text" if hasattr(module.model.config, "vision_config") else "text-generation",
+        pipeline_tag="image-text-to-text" if hasattr(model.config, "vision_config") else "text-generation",
         tags=["lightning-liger", kind],
     )
     given = json.dumps(settings, indent=2, default=str)

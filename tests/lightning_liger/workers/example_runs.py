@@ -32,7 +32,7 @@ OF_TEST_SIZE = {
 
 # What is given to `fit`, after the base where a yaml only chooses the strategy.
 PROGRAMS = ["llama3_8b.yaml", "multi_node.yaml", "tiny.yaml"]
-OF_THE_HUB = ["quickstart.yaml"]
+OF_THE_HUB = ["qlora.yaml", "quickstart.yaml"]
 """What needs a server; ``test_hub.py`` runs it."""
 ON_TWO_NODES = ["multi_node.yaml"]
 OTHERS = sorted(
