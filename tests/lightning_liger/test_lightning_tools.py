@@ -101,6 +101,13 @@ def test_moving_average_of_weights_is_validated_and_saved(tmp_path):
     torch.testing.assert_close(saved["model.lm_head.weight"], expected)
 
 
+@pytest.mark.parametrize("strategy", ["liger_fsdp", "liger_model_parallel"])
+def test_averages_of_shards_are_refused(tmp_path, strategy):
+    trainer = quiet_trainer(strategy=strategy, max_steps=1, callbacks=[EMAWeightAveraging(decay=0.5)])
+    with pytest.raises(ValueError, match="callbacks must not have EMAWeightAveraging under Liger.*'liger_ddp'"):
+        trainer.fit(causal_lm(), conversations(tmp_path))
+
+
 def test_learning_rate_finder_sets_the_rate_and_restores_the_weights(tmp_path, strategy):
     module = causal_lm(learning_rate=1e-7, warmup_steps=0)
     trainer = quiet_trainer(strategy=strategy, max_steps=20, default_root_dir=tmp_path, enable_checkpointing=True)
