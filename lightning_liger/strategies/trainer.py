@@ -101,7 +101,8 @@ class TrainerStrategy(Strategy):
     def connect(self, model: L.LightningModule) -> None:
         self.precision_plugin = self.precision_plugin  # without one Lightning makes a new one each time
         self._control_plugin(self.precision_plugin)
-        averaging = [each for each in model.trainer.callbacks if isinstance(each, WeightAveraging)]
+        trainer: Any = model.trainer
+        averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
         if averaging and self.engine.initializes_on_meta:
             raise ValueError(
                 f"callbacks must not have {type(averaging[0]).__name__} under {type(self).__name__}: it averages whole"

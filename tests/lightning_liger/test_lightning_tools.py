@@ -104,7 +104,7 @@ def test_moving_average_of_weights_is_validated_and_saved(tmp_path):
 @pytest.mark.parametrize("strategy", ["liger_fsdp", "liger_model_parallel"])
 def test_averages_of_shards_are_refused(tmp_path, strategy):
     trainer = quiet_trainer(strategy=strategy, max_steps=1, callbacks=[EMAWeightAveraging(decay=0.5)])
-    with pytest.raises(ValueError, match="callbacks must not have EMAWeightAveraging under Liger.*'liger_ddp'"):
+    with pytest.raises(ValueError, match=r"callbacks must not have EMAWeightAveraging under Liger.*'liger_ddp'"):
         trainer.fit(causal_lm(), conversations(tmp_path))
 
 
