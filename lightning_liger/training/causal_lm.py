@@ -21,12 +21,12 @@ from lightning_liger.hub import checkpoint_folder, download_weights
 from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
-from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
+from lightning_liger.training.lora import add_adapters, check_lora, check_quantization, needs_weights
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
-from lightning_liger.training.quantization import check_quantization, trained_names
 from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
+_SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 """Parameters of Mamba and its variants that must not decay; some are matrices."""
 
@@ -143,7 +143,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if "/" in (attn_implementation or ""):  # a kernel of the Hub, which a checkpoint's hyperparameters could name
             raise wrong_value("attn_implementation", "a name without '/', as no code is loaded", attn_implementation)
         check_lora(lora)
-        check_quantization(quantization, lora, pretrained)
+        if check_quantization(quantization, lora, pretrained) is not None:
+            self.strict_loading = False  # checkpoints hold the adapters only
         if lora is not None and needs_weights(lora):
             self._device_before_sharding = torch.device("cpu")
         self._folder = checkpoint_folder("pretrained", pretrained, revision)
@@ -189,19 +190,15 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         LigerCausalLM.prepare_data(self)  # without a Trainer nothing has called it
         folder, trainer = self._folder, self._attached_trainer
         device = torch.get_default_device() if trainer is None else trainer.strategy.root_device
-        quantization = self._settings.quantization if self.quantizes_base else None
-        shards = isinstance(
-            getattr(trainer, "strategy", None), DeepSpeedStrategy | ModelParallelStrategy | FSDPStrategy
-        )
-        if quantization is not None and shards:
-            expected = "None under strategies that shard parameters; use 'liger' or 'liger_ddp'"
-            raise wrong_value("quantization", expected, quantization)
         if trainer is not None and engine_of(trainer).initializes_on_meta:
             device = self._device_before_sharding
         settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         if self._settings.attn_implementation is not None:
             settings["attn_implementation"] = self._settings.attn_implementation
-        if quantization is not None:
+        if self.quantizes_base and (quantization := self._settings.quantization) is not None:
+            if isinstance(getattr(trainer, "strategy", None), _SHARDING):
+                expected = "None under strategies that shard parameters; use 'liger' or 'liger_ddp'"
+                raise wrong_value("quantization", expected, quantization)
             config = check_quantization(quantization, self._settings.lora, folder)
             settings |= {"quantization_config": config, "device_map": {"": device}}
         with device:
@@ -227,26 +224,19 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     quantizes_base = True
     """False makes :meth:`configure_model` ignore ``quantization``, as an export does."""
 
-    @property
-    def strict_loading(self) -> bool:
-        return self._settings.quantization is None and super().strict_loading
-
-    @strict_loading.setter
-    def strict_loading(self, strict_loading: bool) -> None:
-        self._strict_loading = strict_loading
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self._settings.quantization is not None:
-            weights, names = checkpoint["state_dict"], trained_names(self)
-            checkpoint["state_dict"] = {name: weights[name] for name in weights if name in names}
+            checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in self._trained_names()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if self._settings.quantization is not None:
-            differ = sorted(trained_names(self) ^ checkpoint["state_dict"].keys())
-            if differ:
-                raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
+        is_whole = self._settings.quantization is None
+        if differ := [] if is_whole else sorted(self._trained_names() ^ checkpoint["state_dict"].keys()):
+            raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
+
+    def _trained_names(self) -> set[str]:
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_liger import LigerCausalLM, LigerDPO, export_pretrained
 from lightning_liger.data import PreferenceDataModule
-from lightning_liger.training.quantization import check_quantization
+from lightning_liger.training.lora import check_quantization
 from tests.lightning_liger.strategies.workers.distributed import logit_counts
 from tests.lightning_liger.tiny import quiet_trainer, tiny_batch, tiny_llama
 
