@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         quantization: How the weights of ``pretrained`` under ``lora`` are quantized as they are loaded: arguments of
             transformers' ``BitsAndBytesConfig``, such as ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` for
             QLoRA (arXiv:2305.14314), or ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``. On one
-            device or under DDP. Checkpoints hold the adapters; ``export`` merges them into the weights before
+            device, or with bitsandbytes under DDP. Checkpoints hold the adapters; ``export`` merges them into the weights before
             quantization.
 
     Raises:
@@ -196,8 +196,10 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if self._settings.attn_implementation is not None:
             settings["attn_implementation"] = self._settings.attn_implementation
         if self.quantizes_base and (quantization := self._settings.quantization) is not None:
-            if isinstance(getattr(trainer, "strategy", None), _SHARDING):
-                expected = "None under strategies that shard parameters; use 'liger' or 'liger_ddp'"
+            # DDP copies parameters as views, which torchao's types do not have.
+            refused = (*_SHARDING, DDPStrategy) if quantization.get("quant_method") == "torchao" else _SHARDING
+            if isinstance(getattr(trainer, "strategy", None), refused):
+                expected = "None under strategies that shard parameters; use 'liger', or 'liger_ddp' with bitsandbytes"
                 raise wrong_value("quantization", expected, quantization)
             config = check_quantization(quantization, self._settings.lora, folder)
             settings |= {"quantization_config": config, "device_map": {"": device}}

@@ -154,3 +154,7 @@ def test_what_cannot_be_quantized_is_told(folder, tmp_path):
         LigerCausalLM(folder, lora=LORA, quantization=4)
     with pytest.raises(ValueError, match=r"quantization must be None under strategies that shard.*'liger_ddp'"):
         quiet_trainer(strategy="liger_fsdp", max_steps=1).fit(make(folder, nf4), DataLoader(BATCHES, batch_size=None))
+    pytest.importorskip("torchao")
+    with pytest.raises(ValueError, match=r"'liger_ddp' with bitsandbytes"):
+        trainer = quiet_trainer(strategy="liger_ddp", max_steps=1)
+        trainer.fit(make(folder, KINDS["int8"]), DataLoader(BATCHES, batch_size=None))
