@@ -80,8 +80,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         quantization: How the weights of ``pretrained`` under ``lora`` are quantized as they are loaded: arguments of
             transformers' ``BitsAndBytesConfig``, such as ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` for
             QLoRA (arXiv:2305.14314), or ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``. On one
-            device, or with bitsandbytes under DDP. Checkpoints hold the adapters; ``export`` merges them into the weights before
-            quantization.
+            device, or with bitsandbytes under DDP. Checkpoints hold the adapters; ``export`` merges them into the
+            weights before quantization.
 
     Raises:
         ConnectionError: If ``pretrained`` on the Hub is not in the local cache, and the Hub cannot be reached.
