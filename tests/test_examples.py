@@ -10,7 +10,7 @@ TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "exam
 EXAMPLES = [path for path in TEXTS if path.parent.name == "examples"]
 ON_TEXT = [path for path in EXAMPLES if ".TextDataModule" in TEXTS[path] and "LigerCausalLM" in TEXTS[path]]
 DOCS = ROOT / "docs" / "examples"
-WITHOUT_PAGE = {"tiny": "pretrain", "llama3_8b": "pretrain"}
+WITHOUT_PAGE = {"tiny": "pretrain", "llama3_8b": "pretrain", "quickstart": "sft", "qlora": "lora"}
 """Examples that are on the page of another one."""
 
 

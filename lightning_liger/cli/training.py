@@ -62,8 +62,7 @@ class _Trainer(L.Trainer):
         """
         options: dict[str, Any] = {"max_shard_size": max_shard_size, "weights_only": weights_only}
         options |= {"push_to_hub": push_to_hub, "private": private}
-        if isinstance(path := getattr(datamodule, "path", None), str | Path):
-            options["data"] = str(path)
+        options["data"] = datamodule
         if datamodule is not None and hasattr(datamodule, "text_tokenizer"):
             if state := contents(Path(ckpt_path), weights_only).get(type(datamodule).__qualname__):
                 datamodule.load_state_dict(state)

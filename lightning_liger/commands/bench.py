@@ -39,7 +39,8 @@ profiler=null limit_val_batches=0 num_sanity_val_steps=0 val_check_interval=null
 """
 _SETTINGS = ("--ckpt_path=null", *(f"--trainer.{setting}" for setting in _OF_TRAINER.split()))
 """Options of ``fit`` that every arm has in place of the user's."""
-_KEPT_CALLBACKS = ("GradientAccumulationScheduler", "LigerCallback", "StochasticWeightAveraging", "WeightAveraging")
+_KEPT_CALLBACKS = ("GradientAccumulationScheduler", "LigerCallback", *(
+    "EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging"))  # fmt: skip
 """Callbacks of Lightning and of this package that change how a step trains. Those of users are all kept."""
 _TOLERANCES = {"bf16": 4 * 2**-8, "16": 4 * 2**-11}
 """Relative, of losses: four roundings in the dtype of the precision, since errors grow from step to step."""

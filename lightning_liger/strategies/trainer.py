@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -108,6 +109,13 @@ class TrainerStrategy(Strategy):
     def connect(self, model: L.LightningModule) -> None:
         self.precision_plugin = self.precision_plugin  # without one Lightning makes a new one each time
         self._control_plugin(self.precision_plugin)
+        trainer: Any = model.trainer
+        averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
+        if averaging and self.engine.initializes_on_meta:
+            raise ValueError(
+                f"callbacks must not have {type(averaging[0]).__name__} under {type(self).__name__}: it averages whole"
+                " parameters, and these are shards; use 'liger' or 'liger_ddp'"
+            )
         super().connect(model)
 
     def _control_plugin(self, plugin: Any) -> None:

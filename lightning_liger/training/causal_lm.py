@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from lightning_liger.hub import checkpoint_folder, download_weights
 from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
-from lightning_liger.training.lora import add_adapters, check_lora, needs_weights
+from lightning_liger.training.lora import add_adapters, check_lora, check_quantization, needs_weights
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
+_SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 """Parameters of Mamba and its variants that must not decay; some are matrices."""
 
@@ -76,12 +77,17 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             and ``lora_dropout``; ``target_parameters`` adapts experts; None trains all parameters. Checkpoints hold the
             whole model; ``export`` merges the adapters into its weights.
         revision: Branch, tag or commit of ``pretrained`` on the Hub; None for its main branch.
+        quantization: How the weights of ``pretrained`` under ``lora`` are quantized as they are loaded: arguments of
+            transformers' ``BitsAndBytesConfig``, such as ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` for
+            QLoRA (arXiv:2305.14314), or ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``. On one
+            device, or with bitsandbytes under DDP. Checkpoints hold the adapters; ``export`` merges them into the
+            weights before quantization.
 
     Raises:
         ConnectionError: If ``pretrained`` on the Hub is not in the local cache, and the Hub cannot be reached.
         FileNotFoundError: If ``pretrained`` has no ``config.json``, or there is no such repository or revision.
         PermissionError: If ``pretrained`` is gated, and the user of the token may not read it.
-        ModuleNotFoundError: If ``lora`` is given and peft is not installed.
+        ModuleNotFoundError: If ``lora`` is given and peft is not installed, or the package of ``quantization``.
         TypeError: For an argument of a wrong type.
         ValueError: For an unknown architecture, a setting that it does not have, or an argument out of its range.
     """
@@ -109,6 +115,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         state_dtype: Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
         revision: str | None = None,
+        quantization: dict[str, Any] | None = None,
     ) -> None:
         self.loss_normalization = loss_normalization
         self.loss_type = loss_type
@@ -136,6 +143,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         if "/" in (attn_implementation or ""):  # a kernel of the Hub, which a checkpoint's hyperparameters could name
             raise wrong_value("attn_implementation", "a name without '/', as no code is loaded", attn_implementation)
         check_lora(lora)
+        if check_quantization(quantization, lora, pretrained) is not None:
+            self.strict_loading = False  # checkpoints hold the adapters only
         if lora is not None and needs_weights(lora):
             self._device_before_sharding = torch.device("cpu")
         self._folder = checkpoint_folder("pretrained", pretrained, revision)
@@ -186,6 +195,14 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         if self._settings.attn_implementation is not None:
             settings["attn_implementation"] = self._settings.attn_implementation
+        if self.quantizes_base and (quantization := self._settings.quantization) is not None:
+            # DDP copies parameters as views, which torchao's types do not have.
+            refused = (*_SHARDING, DDPStrategy) if quantization.get("quant_method") == "torchao" else _SHARDING
+            if isinstance(getattr(trainer, "strategy", None), refused):
+                expected = "None under strategies that shard parameters; use 'liger', or 'liger_ddp' with bitsandbytes"
+                raise wrong_value("quantization", expected, quantization)
+            config = check_quantization(quantization, self._settings.lora, folder)
+            settings |= {"quantization_config": config, "device_map": {"": device}}
         with device:
             if folder is not None and device.type != "meta":
                 with naming_damaged(folder):
@@ -205,6 +222,23 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     _device_before_sharding = torch.device("meta")
     """Where models are built for strategies that shard them."""
+
+    quantizes_base = True
+    """False makes :meth:`configure_model` ignore ``quantization``, as an export does."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self._settings.quantization is not None:
+            checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in self._trained_names()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        is_whole = self._settings.quantization is None
+        if differ := [] if is_whole else sorted(self._trained_names() ^ checkpoint["state_dict"].keys()):
+            raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
+
+    def _trained_names(self) -> set[str]:
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""

@@ -1,13 +1,14 @@
-"""Adapters of peft from plain settings."""
+"""Adapters of peft, and quantized weights under them, from plain settings."""
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_utilities.core.imports import package_available
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
-from liger_ops.arguments import check_integer, wrong_type, wrong_value
+from liger_ops.arguments import check_integer, did_you_mean, wrong_type, wrong_value
 
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 _WITHOUT_WEIGHTS = {
@@ -61,3 +62,38 @@ def needs_weights(lora: Mapping[str, Any]) -> bool:
 
 def _full_names(lora: Mapping[str, Any]) -> dict[str, Any]:
     return {_SHORT.get(name, name): value for name, value in lora.items()}
+
+
+def check_quantization(settings: Any, lora: Any, pretrained: Any) -> Any:
+    """transformers' configuration of the quantization, None for None; raises for what it does not take."""
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise wrong_type("quantization", "a dict of arguments of BitsAndBytesConfig or of a class of torchao", settings)
+    if lora is None or pretrained is None:
+        raise wrong_value("quantization", "None without lora and pretrained: quantized weights are frozen", settings)
+    own: dict[str, Any] = dict(settings)
+    kind: Any = BitsAndBytesConfig
+    method = own.pop("quant_method", "bitsandbytes")
+    if method not in ("bitsandbytes", "torchao"):
+        raise wrong_value("quantization['quant_method']", "'bitsandbytes' or 'torchao'", method)
+    if not package_available(method):
+        raise ModuleNotFoundError(f"quantization={dict(settings)!r} needs {method}: pip install {method}")
+    if method == "torchao":
+        import torchao.quantization
+
+        name = str(own.pop("quant_type", None))
+        kind = getattr(torchao.quantization, name, None) if name.endswith("WeightOnlyConfig") else None
+        if kind is None:
+            raise wrong_value("quantization['quant_type']", "a name such as 'Int8WeightOnlyConfig' of torchao", name)
+    elif bool(own.get("load_in_4bit")) == bool(own.get("load_in_8bit")):
+        raise wrong_value("quantization", "either load_in_4bit=True or load_in_8bit=True", own)
+    known = inspect.signature(kind).parameters
+    if unknown := sorted(own.keys() - known):  # transformers ignores them
+        expected = f"arguments of {kind.__name__}{did_you_mean(unknown[0], known)}"
+        raise wrong_value("quantization", expected, dict(settings))
+    try:
+        made = kind(**own)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise wrong_value("quantization", f"arguments of {kind.__name__} ({error})", dict(settings)) from None
+    return made if kind is BitsAndBytesConfig else TorchAoConfig(made)

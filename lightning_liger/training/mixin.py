@@ -50,8 +50,8 @@ class LigerLMMixin(LigerStepMixin):
     token) and pass everything else to the model, which has to know each key. A document starts wherever
     ``position_ids`` start again, and no token has to predict the first token of another document. Labels of
     encoder-decoders, masked language models and token classification are those of their own tokens. The steps log
-    ``{train,val,test}_{loss,perplexity,accuracy}``, averaged over tokens, of each data loader. Losses that the model
-    itself adds to cross entropy, such as a router's, are part of the loss, weighted by tokens, and logged as
+    ``{train,val,test}_{loss,perplexity,mean_token_accuracy}``, averaged over tokens, of each data loader. Losses that
+    the model itself adds to cross entropy, such as a router's, are part of the loss, weighted by tokens, and logged as
     ``{train,val,test}_aux_loss`` too. Override the steps as you like::
 
         def training_step(self, batch, batch_idx):
@@ -173,7 +173,7 @@ class LigerLMMixin(LigerStepMixin):
         return loss, result.num_tokens, None
 
     def _make_metrics(self) -> dict[str, RunningMetric]:
-        names = ("loss", "perplexity", "accuracy", "aux_loss")
+        names = ("loss", "perplexity", "mean_token_accuracy", "aux_loss")
         return {name: Perplexity() if name == "perplexity" else RunningMean() for name in names}
 
     @torch.compiler.disable  # Lightning inspects the signatures of hooks, which the compiler cannot
@@ -189,8 +189,8 @@ class LigerLMMixin(LigerStepMixin):
             means["loss"] = loss + means["aux_loss"]
         for name, mean in means.items():
             metrics[name].update(mean * number, number)
-        metrics["accuracy"].update(result.num_correct, number)
-        self._log_metrics(stage, [*means, "accuracy"])
+        metrics["mean_token_accuracy"].update(result.num_correct, number)
+        self._log_metrics(stage, [*means, "mean_token_accuracy"])
 
 
 def _dft_loss(scores: TokenScores, index: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class LigerStepMixin(_Module):
         """Restores what :meth:`rank_state_dict` returned."""
         metrics, saved = self._stage_metrics("train")[0], state["train_metrics"]
         if isinstance(saved, Tensor):  # of version 0.1.0
-            saved = dict(zip(("loss", "perplexity", "accuracy"), saved, strict=True))
+            saved = dict(zip(("loss", "perplexity", "mean_token_accuracy"), saved, strict=True))
         for name in metrics.keys() & saved.keys():
             metrics[name].parts = saved[name].to(metrics[name].parts.device, copy=True)
 
@@ -235,7 +235,7 @@ class LigerStepMixin(_Module):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._begin_stage()
-        self.shown_loss = ShownLoss()
+        self.shown_loss, self._step_mean = ShownLoss(), StepMean()  # a step that failed may be tried with less
         if self.loss_normalization != "micro_batch" and self.automatic_optimization and not self._normalizes_steps():
             rank_zero_warn(
                 f"{type(self.trainer.strategy).__name__} gives no access to its gradients: with accumulate_grad_batches"
@@ -246,7 +246,11 @@ class LigerStepMixin(_Module):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         # Of both entries with this name, the later one is in callback_metrics: the exact one, on the device.
-        self.log(_LOSS, self.shown_loss, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        # Named, as Lightning looks for metrics once, and the batch-size finder trains several times.
+        self.log(
+            _LOSS, self.shown_loss, prog_bar=True, logger=False, on_step=True, on_epoch=False,
+            metric_attribute="shown_loss",
+        )  # fmt: skip
         return super().on_train_batch_start(batch, batch_idx)
 
     def _log_step(self, loss: Tensor) -> None:

@@ -35,7 +35,7 @@ def export_pretrained(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_shard_size: str | int = "5GB",
     weights_only: bool = True,
-    data: str | None = None,
+    data: str | L.LightningDataModule | None = None,
     push_to_hub: str | None = None,
     private: bool = False,
 ) -> None:
@@ -58,7 +58,8 @@ def export_pretrained(
         tokenizer: Saved in the same folder.
         max_shard_size: The maximum size of a file, as text or in bytes, unless a single tensor is larger.
         weights_only: Whether the checkpoint may hold tensors and plain Python objects only, as in :func:`torch.load`.
-        data: What the model was trained on, for the card: a path, or ``owner/name`` of a data set on the Hub.
+        data: What the model was trained on, for the card: a path, ``owner/name`` of a data set on the Hub, or the data
+            module.
         push_to_hub: ``owner/name`` of a repository on the Hub, which gets the files too. It is created if it does not
             exist, before work starts.
         private: Whether only its owner may see this repository.
@@ -76,11 +77,14 @@ def export_pretrained(
             is set without ``push_to_hub``, or for a repository that is public.
     """
     _check_arguments(module, ckpt_path, output, tokenizer, max_shard_size, weights_only)
-    check_text("data", data, optional=True)
+    if not isinstance(data, L.LightningDataModule):
+        check_text("data", data, optional=True)
     check_bool("private", private)
     _prepare_repository(push_to_hub, private)
     output, checkpoint = Path(output).resolve(), contents(Path(ckpt_path), weights_only)
     weights = _read(Path(ckpt_path), checkpoint)
+    if getattr(module, "hparams", {}).get("quantization") is not None:
+        weights = _with_base(module, weights)
     if getattr(module, "model", None) is None:
         with torch.device("meta"):
             module.configure_model()
@@ -105,6 +109,15 @@ def export_pretrained(
     if push_to_hub is not None:
         with naming_repository("push_to_hub", push_to_hub):
             HfApi().upload_folder(repo_id=push_to_hub, folder_path=output, commit_message="Export by lightning-liger")
+
+
+def _with_base(module: Any, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a module whose checkpoint holds adapters of a quantized model: with those before quantization."""
+    if getattr(module, "model", None) is not None:
+        raise wrong_value("module", "one whose model is not built yet, as it is quantized", type(module).__name__)
+    module.quantizes_base = False
+    module.configure_model()
+    return {**module.state_dict(), **adapters}
 
 
 def contents(ckpt_path: Path, weights_only: bool | None) -> dict[str, Any]:

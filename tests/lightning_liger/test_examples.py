@@ -19,6 +19,7 @@ from tests.lightning_liger.workers.example_runs import (
     OF_DEEPSPEED,
     OF_ONE_PROCESS,
     OF_SEVERAL_PROCESSES,
+    OF_THE_HUB,
     ON_TWO_NODES,
     OTHERS,
     PROGRAMS,
@@ -133,6 +134,8 @@ def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_
     assert cli.trainer.strategy.patch_report.num_replaced >= 1
     assert all(math.isfinite(value) for value in metrics.values())
     assert any(name.startswith("val_") for name in metrics)
+    assert "val_loss" in next(tmp_path.glob("logs/csv/*/metrics.csv")).read_text(encoding="utf-8").splitlines()[0]
+    assert list(tmp_path.glob("logs/tensorboard/*/events.out.tfevents.*"))
     assert logit_counts(cli.model)[1] == 0
     assert (tmp_path / example / "last.ckpt").exists()
 
@@ -196,6 +199,6 @@ def test_examples_of_deepspeed_train_on_several_gpus(tmp_path):
 
 def test_every_yaml_is_run_and_every_name_of_a_strategy_has_one():
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.y*ml")}
-    found -= {"next_item/large.yaml", "ranking/large.yaml"}  # settings that differ, for GPUs
+    found -= {*OF_THE_HUB, "next_item/large.yaml", "ranking/large.yaml"}  # settings that differ, for GPUs
     assert found - set(OTHERS) == set(OF_SEVERAL_PROCESSES + ON_TWO_NODES + OF_ONE_PROCESS + OF_DEEPSPEED)
     assert {f"strategies/{name}.yaml" for name in (*CLASSES, "liger_fsdp", "liger_fsdp_cpu_offload")} <= found

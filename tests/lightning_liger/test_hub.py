@@ -11,7 +11,8 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_liger import (
     AutoLigerModelForCausalLM,
@@ -26,6 +27,7 @@ from lightning_liger.data import PreferenceDataModule, TextDataModule
 from lightning_liger.hub import is_hub_name
 from tests.lightning_liger.hub_server import Hub, commit_of
 from tests.lightning_liger.tiny import tiny_llama
+from tests.lightning_liger.workers.example_runs import OF_THE_HUB
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 PAIRS = (EXAMPLES / "preference.jsonl").read_bytes().splitlines(keepends=True)
@@ -205,6 +207,49 @@ def test_a_yaml_file_trains_on_two_processes_and_downloads_once(hub, tmp_path):
     assert any(each.endswith("model.safetensors") for each in downloads)
     assert any(each.endswith("train.jsonl") for each in downloads)
     assert len(downloads) == len(set(downloads)), sorted(downloads)
+
+
+@pytest.mark.parametrize("example", OF_THE_HUB)
+def test_example_trains_with_its_names_and_is_exported(hub, tmp_path, example):
+    """The commands of the yaml, on a tiny model of the same architecture under the name of the real one."""
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "qwen")
+    for file in (*(EXAMPLES / "tokenizer").iterdir(), EXAMPLES / "chat_template.jinja"):
+        shutil.copy(file, tmp_path / "qwen")
+    settings = yaml.safe_load((EXAMPLES.parent / example).read_text(encoding="utf-8"))
+    name, path = settings["model"]["init_args"]["pretrained"], settings["data"]["init_args"]["path"]
+    hub.add(f"models/{name}", tmp_path / "qwen")
+    hub.add(f"datasets/{path}", {"train.jsonl": (EXAMPLES / "conversations.jsonl").read_bytes()})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    config_option = ["--config", str(EXAMPLES.parent / example)]
+    run = f"runs/{Path(example).stem}"
+    checkpoint = f"{run}/checkpoints/last.ckpt"
+    fit = [
+        "fit",
+        *config_option,
+        "--trainer.accelerator=cpu",
+        "--data.batch_size=1",
+        "--trainer.accumulate_grad_batches=1",
+    ]
+    fit += ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.log_every_n_steps=1"]
+    export = ["export", *config_option, "--ckpt_path", checkpoint, "--output", "chat"]
+    for arguments in (fit, export):
+        command = [sys.executable, "-m", "lightning_liger", *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-3000:]
+    models = (AutoModelForCausalLM.from_pretrained(tmp_path / each, dtype="bfloat16") for each in ("qwen", "chat"))
+    before, after = (model.model.layers[0].mlp.up_proj.weight for model in models)
+    assert not torch.equal(before, after)
+    assert (before - after).abs().max() < 0.1
+    assert AutoTokenizer.from_pretrained(tmp_path / "chat").chat_template
+    card = huggingface_hub.ModelCard.load(tmp_path / "chat" / "README.md")
+    assert (card.data.base_model, card.data.datasets) == (name, path)
+    assert "val_loss" in next(tmp_path.glob(f"{run}/csv/*/metrics.csv")).read_text(encoding="utf-8")
 
 
 def test_export_has_a_card_and_is_pushed(hub, tmp_path, monkeypatch):

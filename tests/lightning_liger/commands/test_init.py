@@ -10,6 +10,7 @@ import yaml
 from lightning_liger.cli import main
 from lightning_liger.commands import init
 from lightning_liger.commands.init import recipes, run_init, write_recipe
+from lightning_liger.hub import is_hub_name
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,7 +45,8 @@ def test_written_yaml_differs_in_names_of_files_only(folder, tmp_path):
         assert "examples/" not in text.replace("docs/examples/", "")
         assert f"lightning-liger fit --config {output}" in text
         data = yaml.safe_load(text)["data"]["init_args"]
-        assert all(Path(data[key]).exists() for key in ("path", "tokenizer") if data.get(key))
+        named = [data[key] for key in ("path", "tokenizer") if data.get(key)]
+        assert all(Path(each).exists() or is_hub_name(each) for each in named)
 
 
 def test_written_story_trains_in_an_empty_folder(capsys):

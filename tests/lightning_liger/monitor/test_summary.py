@@ -1,5 +1,6 @@
 """The tables of ``LigerMonitor``, and its counts of losses."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,8 @@ def test_replacements_are_printed_before_training_and_the_summary_after(tmp_path
     counts = {"steps": NUM_BATCHES, "processes": 1, "num_fused_losses": NUM_BATCHES + 2, "whole_logits": 0}
     assert results.items() >= counts.items()
     assert results["peak_memory_bytes"] == results["memory_peak_gib"] * 2**30 > 2**20
-    for name in ("train_loss", "train_perplexity", "train_accuracy", "val_loss", "val_perplexity", "val_accuracy"):
+    for stage, metric in itertools.product(("train", "val"), ("loss", "perplexity", "mean_token_accuracy")):
+        name = f"{stage}_{metric}"
         assert results[name] == pytest.approx(float(trainer.callback_metrics[name]))
 
 

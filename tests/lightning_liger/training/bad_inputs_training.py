@@ -54,6 +54,7 @@ SETTINGS: list[tuple[Any, ...]] = [
     ({"num_training_steps": 5, "warmup_steps": 10}, "num_training_steps", "5", "at least warmup_steps=10"),
     ({"lora": {"rank": 4}}, "lora", "{'rank': 4}", "LoraConfig"),
     ({"lora": {"alpha": 4, "lora_alpha": 4}}, "'alpha'", "'lora_alpha'"),
+    ({"quantization": {"load_in_4bit": True}}, "quantization", "'load_in_4bit'", "without lora"),
     ({"model_type": "vit", "config": {}}, "model_type", "'vit'", "causal language model"),
     ({"config": {"hiden_size": 64}}, "'hiden_size': 64", "did you mean 'hidden_size'"),
     ({"config": {"output_router_logits": True}}, "'output_router_logits': True", "settings of 'llama'"),

@@ -55,7 +55,7 @@ def expected_metrics(stage: str) -> dict[str, float]:
     assert len(losses[0]) != len(losses[1])
     loss, accuracy = torch.cat(losses).mean().item(), torch.cat(correct).double().mean().item()
     assert 0.2 < accuracy < 0.8
-    return {f"{stage}_loss": loss, f"{stage}_perplexity": math.exp(loss), f"{stage}_accuracy": accuracy}
+    return {f"{stage}_loss": loss, f"{stage}_perplexity": math.exp(loss), f"{stage}_mean_token_accuracy": accuracy}
 
 
 def run(

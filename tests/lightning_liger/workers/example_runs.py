@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import yaml
 from torch import Tensor
 
 from lightning_liger.cli import LigerCLI
@@ -31,11 +32,13 @@ OF_TEST_SIZE = {
 
 # What is given to `fit`, after the base where a yaml only chooses the strategy.
 PROGRAMS = ["llama3_8b.yaml", "multi_node.yaml", "tiny.yaml"]
+OF_THE_HUB = ["qlora.yaml", "quickstart.yaml"]
+"""What needs a server; ``test_hub.py`` runs it."""
 ON_TWO_NODES = ["multi_node.yaml"]
 OTHERS = sorted(
     name
     for path in EXAMPLES.rglob("*.yaml")
-    if (name := path.relative_to(EXAMPLES).as_posix()) not in PROGRAMS
+    if (name := path.relative_to(EXAMPLES).as_posix()) not in PROGRAMS + OF_THE_HUB
     and "\nmodel:\n  class_path:" in path.read_text(encoding="utf-8")
 )
 STRATEGIES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("strategies/*.yaml"))
@@ -126,6 +129,11 @@ def run_alone(example: str, folder: Path, *arguments: str) -> LigerCLI:
     callbacks = [_checkpoint(folder / example), {"class_path": "lightning_liger.LigerMonitor"}]
     callbacks += [{"class_path": f"{LastStep.__module__}.{LastStep.__name__}"}]
     options = [f"--trainer.default_root_dir={folder}", "--trainer.check_val_every_n_epoch=1"]
+    (config,) = (path.removeprefix("--config=") for path in configs(example)[:1])
+    loggers = yaml.safe_load(Path(config).read_text(encoding="utf-8"))["trainer"]["logger"]
+    for logger in loggers:
+        logger["init_args"]["save_dir"] = str(folder / "logs")
+    options.append(f"--trainer.logger={json.dumps(loggers)}")
     options += ["--trainer.devices=1", "--trainer.num_nodes=1"]
     options += OF_TEST_SIZE.get(example, []) if example in OTHERS else sizes(folder)
     return _fit(configs(example), callbacks, *options, *arguments)
