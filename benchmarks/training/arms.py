@@ -7,9 +7,9 @@ from typing import Any
 
 IMPLEMENTATIONS = {
     "hf": "Hugging Face",
-    "hf_compiled": "Hugging Face, layers compiled",
     "liger_kernel": "liger-kernel",
     "ours": "lightning-liger",
+    "hf_compiled": "Hugging Face, layers compiled",
     "ours_compiled": "lightning-liger, layers compiled",
     "ours_captured": "lightning-liger, layers in CUDA graphs",
     "ours_fsdp2": "lightning-liger, FSDP2",

@@ -46,8 +46,7 @@ class CudaBackend:
         if device.type != "cuda":
             raise ValueError(f"cuda_graphs=True needs a CUDA GPU, got the device {str(device)!r}: leave it out there")
         self.device = device
-        self.num_bytes = 0
-        """Memory that the pools took so far."""
+        self.num_bytes = 0  # that the pools took so far
         self._stream = torch.cuda.Stream(device)
         self._pools = {name: torch.cuda.graph_pool_handle() for name in ("forward", "backward")}
 
@@ -68,7 +67,7 @@ class CudaBackend:
 
     def alias(self, tensor: Tensor) -> Tensor:
         """A tensor in the memory of a contiguous one of a graph, without keeping the memory from other graphs."""
-        # By Numba's CUDA array interface, which knows no bfloat16.
+        # Numba's CUDA array interface, which knows no bfloat16
         address = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
         flat = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=address), device=self.device)
         return flat.view(tensor.dtype).view(tensor.shape)
@@ -125,11 +124,9 @@ class _Nested:
 def _refusal(inputs: _Nested, device: torch.device) -> str | None:
     """Why no graph can take these arguments."""
     for leaf in inputs.rest:
-        if getattr(leaf, "keeps_nothing", False):
-            continue
-        if isinstance(leaf, Cache):
+        if isinstance(leaf, Cache) and not getattr(leaf, "keeps_nothing", False):
             return "fills a cache of keys and values (set use_cache=False in the model's config)"
-        if leaf is not Tensor and not isinstance(leaf, _PLAIN):
+        if leaf is not Tensor and not isinstance(leaf, (*_PLAIN, Cache)):
             return f"has a {type(leaf).__name__} among its inputs"
     for each in inputs.tensors:
         is_plain = type(each) is Tensor and each.device == device and each.layout is torch.strided
@@ -192,12 +189,12 @@ class LayerGraph:
         self._inputs = [each.detach().clone().requires_grad_(each.requires_grad) for each in inputs.tensors]
         self._destinations = [each.detach() for each in self._inputs]
         self._body, self._arguments = _Body(layer, forward), inputs.with_tensors(self._inputs)
-        self._grad_outputs: list[Tensor | None] = []
+        self.grad_outputs: list[Tensor | None] = []
         """Where backward reads the gradients of outputs, None for outputs without."""
         with backend.keep_random_state():  # compiles kernels and makes handles of libraries
             for place, each in enumerate(self._forward()):
                 buffer = gradients.setdefault((place, each.shape, each.dtype), torch.zeros_like(each))
-                self._grad_outputs.append(buffer if each.requires_grad else None)
+                self.grad_outputs.append(buffer if each.requires_grad else None)
             self._backward()
         self._replay_forward, filled = backend.capture(self._forward, "forward")
         self._filled_outputs = [backend.alias(each.detach()) for each in filled]
@@ -209,16 +206,15 @@ class LayerGraph:
         dtype = autocast_dtype(device_type)
         # Autocast's cache has weights that were cast outside of the graph.
         with torch.enable_grad(), torch.autocast(device_type, dtype, dtype is not None, cache_enabled=False):
-            results = torch.func.functional_call(self._body, self._twins, *self._arguments)
-        self.results = _Nested(results)
-        self.outputs = [each.contiguous() for each in self.results.tensors]
+            self.results = _Nested(torch.func.functional_call(self._body, self._twins, *self._arguments))
+            self.outputs = [each.contiguous() for each in self.results.tensors]
         self.results.tensors = []
         return self.outputs
 
     def _backward(self) -> list[Tensor | None]:
         outputs = [each for each in self.outputs if each.requires_grad]
         inputs = [*(each for each in self._inputs if each.requires_grad), *self._twins.values()]
-        given = [each for each in self._grad_outputs if each is not None]
+        given = [each for each in self.grad_outputs if each is not None]
         # The graph stays: its tensors must not share memory with those of layers that are captured next.
         found = iter(torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True))
         gradients = [next(found) if each.requires_grad else None for each in self._inputs]
@@ -230,11 +226,8 @@ class LayerGraph:
         self._replay_forward()
         return tuple([each.clone() for each in self._filled_outputs])
 
-    def without_gradient(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        return [each for each, own in zip(outputs, self._grad_outputs, strict=True) if own is None]
-
     def run_backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        for own, each in zip(self._grad_outputs, grad_outputs, strict=True):
+        for own, each in zip(self.grad_outputs, grad_outputs, strict=True):
             if own is not None:
                 own.zero_() if each is None else own.copy_(each)
         self._replay_backward()
@@ -251,7 +244,8 @@ class _Replay(torch.autograd.Function):
         num_inputs = len(tensors) - len(graph.parameters)
         ctx.save_for_backward(*tensors[num_inputs:])
         outputs = graph.run_forward(tensors[:num_inputs])
-        ctx.mark_non_differentiable(*graph.without_gradient(outputs))
+        pairs = zip(outputs, graph.grad_outputs, strict=True)
+        ctx.mark_non_differentiable(*(each for each, gradient in pairs if gradient is None))
         return outputs
 
     @staticmethod
@@ -281,14 +275,13 @@ class LayerGraphs:
 
     def __init__(self, backend: Any, num_layers: int) -> None:
         self.backend, self._num_layers = backend, num_layers
-        self.pass_number = 0
+        self.pass_number = self._num_restarts = 0
         self._shapes: dict[Any, _Shape] = {}
         self._shape: _Shape | None = None
         self._seen: set[int] = set()
         self._calls: list[weakref.ref[_Call]] = []
         self._gradients: dict[Any, Tensor] = {}
         self._reasons: dict[str, set[int]] = {}
-        self._num_restarts = 0
 
     @property
     def summary(self) -> str:
@@ -368,7 +361,6 @@ class LayerGraphs:
 
     def _watch(self, index: int, layer: nn.Module, inputs: _Nested, forward: Callable[[], Any], shape: _Shape) -> Any:
         """Runs a layer eagerly, and notes whether a graph would do the same."""
-
         state = _LayerState(layer)
         tensors = [*state.tensors, *inputs.tensors]
         before = list(map(count_writes, tensors)), _random_states()
@@ -402,5 +394,4 @@ class LayerGraphs:
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Of the generators that layers may use on the host."""
     return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().numpy().tobytes()

@@ -19,8 +19,7 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
     Args:
         **kwargs: ``kernels``, ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``,
             ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`;
-            ``cuda_graphs=True`` replays layers from CUDA graphs; others as in Lightning's
-            strategy.
+            ``cuda_graphs=True`` replays layers from CUDA graphs; others as in Lightning's strategy.
 
     Raises:
         TypeError: For an argument that neither Lightning's strategy nor ``DistributedDataParallel`` has.

@@ -1,11 +1,12 @@
 """A backend of graphs without a GPU: a replay runs the captured function again, into the same memory."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 
 class FakeBackend:
@@ -18,6 +19,8 @@ class FakeBackend:
         self.replays: list[str] = []
         self.waiting = False
         """Whether the host is said to wait for the device in the functions that run next."""
+        self.hides_writes = False
+        """Whether functions that run now do not see later writes to what they save, as kernels do not."""
         self._filled: list[list[Tensor | None]] = []
 
     def capture(self, function: Callable[[], Any], pool: str) -> tuple[Callable[[], None], list[Tensor | None]]:
@@ -32,7 +35,9 @@ class FakeBackend:
                     for each in others:
                         if each is not None and each.is_floating_point():
                             each.fill_(float("nan"))
-            for own, each in zip(filled, function(), strict=True):
+            with saved_tensors_hooks(Tensor.detach, Tensor.detach) if self.hides_writes else nullcontext():
+                results = function()
+            for own, each in zip(filled, results, strict=True):
                 if own is not None:
                     own.detach().copy_(each.detach())
 
