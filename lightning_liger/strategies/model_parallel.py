@@ -40,6 +40,9 @@ class _Sharding:
         if strategy._data_parallel_size != "auto":
             check_integer("data_parallel_size", strategy._data_parallel_size, at_least=1)
         check_integer("tensor_parallel_size", strategy._tensor_parallel_size, at_least=1)
+        compiled = strategy._activations.compilation.name
+        if compiled and strategy._tensor_parallel_size > 1:
+            raise ValueError(f"{compiled} needs tensor_parallel_size=1, got {strategy._tensor_parallel_size}")
         self._strategy = strategy
         self._auto_wrap_policy = auto_wrap_policy
         strategy._checkpoints.are_sharded = True
@@ -108,8 +111,9 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         tensor_parallel_size: Ranks that share each layer. What ``configure_model`` leaves without DTensors is spread
             over them by the Hugging Face model's plan, the embeddings and the LM head over the
             vocabulary; otherwise ``configure_model`` parallelizes, on ``self.device_mesh["tensor_parallel"]``.
-        **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and
-            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
+        **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget``,
+            ``fault_tolerance`` and ``compile`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in
+            Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``; with a ``tensor_parallel_size`` for a
