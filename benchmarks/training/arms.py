@@ -78,9 +78,11 @@ class Arm:
 
     @property
     def strategy_arguments(self) -> dict[str, Any]:
-        """The arguments of our strategies that ask for the plan, and for CUDA graphs."""
+        """The arguments of our strategies that ask for the plan, CUDA graphs or compilation."""
         if self.implementation == "ours_captured":
             return {"cuda_graphs": True}
+        if self.implementation == "ours_compiled":
+            return {"compile": "layers"}
         if self.plan in ("none", "full"):
             return {"activation_checkpointing": self.plan}
         if self.plan.isdecimal():

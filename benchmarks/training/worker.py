@@ -136,7 +136,7 @@ class BenchmarkLM(L.LightningModule):
             self._shard()
         if arm.implementation == "liger_kernel":
             apply_liger_kernel(self.model)
-        if arm.is_compiled:
+        if arm.implementation == "hf_compiled":
             for layer in find_layers(self.model):
                 layer.compile()
 

@@ -67,6 +67,7 @@ class ControlledLayers:
         sizes: Of each layer.
         has_run: Whether any of them ran, other than compiled.
         graphs: None, or the :class:`~lightning_liger.activations.graphs.LayerGraphs` that run the layers.
+        compiled: None, or what makes a compiled function of the forward of a class of layers.
         observer: None, or what layers tell, on the host, in the order of execution: ``forward_starts(index,
             num_tokens)`` of the first input's rows, and in backward, before and after a layer runs again,
             ``recompute_starts(index)``, which returns whether to measure, and ``recompute_ends(index)``.
@@ -78,6 +79,7 @@ class ControlledLayers:
     sizes: list[LayerSizes] = field(init=False)
     has_run: bool = False
     graphs: Any = None
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     observer: Any = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     _host_memory: Callable[[torch.device], HostMemory] = field(default_factory=lambda: functools.cache(HostMemory))
@@ -119,7 +121,7 @@ class ControlledLayers:
                 kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
                 kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         run = LayerRun(self, index, mode, first.device, forward)
-        if mode == "store":
+        if mode == "store" or (mode == "cheap" and self.compiled):  # the compiler decides what it keeps
             return run(*args, **kwargs)
         if mode == "cheap":
             cheap = CheapTensors(first.device.type)
@@ -210,6 +212,8 @@ def _controlled_class(original: type[nn.Module]) -> type[nn.Module]:
         control, index = vars(self).get(_CONTROL, (None, 0))
         if control is None or torch.compiler.is_compiling():  # the compiler decides by itself what it keeps
             return own(*args, **kwargs)
+        if control.compiled is not None:
+            own = functools.partial(control.compiled(original.forward), self)
         return control.run(index, self, own, args, kwargs)
 
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}

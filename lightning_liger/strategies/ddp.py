@@ -18,7 +18,7 @@ class LigerDDPStrategy(TrainerStrategy, pytorch_ddp.DDPStrategy):
 
     Args:
         **kwargs: ``kernels``, ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``,
-            ``memory_budget`` and ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`;
+            ``memory_budget``, ``fault_tolerance`` and ``compile`` as in :class:`~lightning_liger.LigerFSDPStrategy`;
             ``cuda_graphs=True`` replays layers from CUDA graphs; others as in Lightning's strategy.
 
     Raises:

@@ -237,6 +237,8 @@ def _adapt(strategy: Any) -> None:
             " multiplies by: use stage=2, or strategy='liger_fsdp'"
         )
     strategy._activations.layers_communicate = strategy.zero_stage_3  # which gathers parameters in each forward
+    if compiled := strategy._activations.compilation.name:
+        raise ValueError(f"{compiled} is not supported under DeepSpeed, which hooks into the modules of layers")
     strategy._checkpoints.writes_itself = True
     strategy._checkpoints.classes = _classes_in_checkpoints
 

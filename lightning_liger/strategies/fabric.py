@@ -17,12 +17,13 @@ from lightning_liger.strategies.parts.activations import (
     ActivationCheckpointing,
     ActivationControl,
     MemoryBudget,
-    check_captures,
+    check_engine,
     prepare,
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
+from lightning_liger.strategies.parts.compilation import Compile
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_fabric
 from lightning_liger.strategies.parts.policies import LayerPolicy
@@ -51,6 +52,7 @@ class FabricStrategy(Strategy):
         fault_tolerance: bool = True,
         fp8: Float8Choice = None,
         cuda_graphs: bool = False,
+        compile: Compile = False,
         **kwargs: Any,
     ) -> None:
         self.kernels = kernels
@@ -58,9 +60,9 @@ class FabricStrategy(Strategy):
         self.fault_tolerance = fault_tolerance
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(
-            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs
+            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs, compile
         )
-        check_captures(self, cuda_graphs, fp8=fp8)
+        check_engine(self, self._activations, fp8=fp8)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         refuse_unknown(self, kwargs, self._wrapper)
         super().__init__(**kwargs)
@@ -146,7 +148,7 @@ class FabricStrategy(Strategy):
 
     @property
     def activation_plan(self) -> str:
-        """The plan for ``memory_budget``, or what ``cuda_graphs`` captured, in words, empty without both."""
+        """The plan for ``memory_budget``, what was captured and compiled, in words, empty without any."""
         return self._activations.plan
 
     @property

@@ -197,6 +197,9 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
         fault_tolerance: Whether checkpoints are atomic and hold what every rank needs to resume in the middle of an
             epoch, and SIGTERM ends all ranks at the same batch. False leaves all of it to Lightning.
         fp8: Has linear layers multiply in float8, as in :func:`~lightning_liger.apply_liger_kernels`; see docs/fp8.md.
+        compile: ``"layers"``, or True, compiles the decoder layers by :func:`torch.compile`, inside of what the engine
+            and recomputation do around them. Under ``liger`` and ``liger_ddp`` also ``"model"``, the whole model. A
+            dict has this as ``scope`` beside other arguments of ``torch.compile``.
         **kwargs: As in Lightning's strategy.
 
     Raises:

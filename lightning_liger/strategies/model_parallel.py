@@ -45,6 +45,9 @@ class _Sharding:
         if expert_parallel_size > 1 and strategy._tensor_parallel_size > 1:
             expected = f"1 with tensor_parallel_size={strategy._tensor_parallel_size}"
             raise wrong_value("expert_parallel_size", expected, expert_parallel_size)
+        compiled = strategy._activations.compilation.name
+        if compiled and strategy._tensor_parallel_size > 1:
+            raise ValueError(f"{compiled} needs tensor_parallel_size=1, got {strategy._tensor_parallel_size}")
         self._strategy = strategy
         self._auto_wrap_policy = auto_wrap_policy
         strategy._checkpoints.are_sharded = True
@@ -130,8 +133,9 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         expert_parallel_size: Consecutive ranks that split the experts of each layer, and exchange tokens: gradients,
             losses and checkpoints are those of whole experts. Other parameters are sharded over all ranks. It divides
             the number of processes and that of experts, which the kernel ``"moe_experts"`` must have replaced.
-        **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget`` and
-            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in Lightning's strategy.
+        **kwargs: ``on_nonfinite_grad``, ``context_parallel_size``, ``activation_checkpointing``, ``memory_budget``,
+            ``fault_tolerance`` and ``compile`` as in :class:`~lightning_liger.LigerFSDPStrategy`; others as in
+            Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel, layer class or ``on_nonfinite_grad``; with a ``tensor_parallel_size`` for a

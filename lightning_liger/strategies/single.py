@@ -52,9 +52,9 @@ class LigerSingleDeviceStrategy(_OneDevice, TrainerStrategy, pytorch_single.Sing
     Args:
         device: By default the one that ``accelerator`` and ``devices`` choose.
         context_parallel_size: Only 1.
-        **kwargs: ``kernels``, ``on_nonfinite_grad``, ``activation_checkpointing``, ``memory_budget`` and
-            ``fault_tolerance`` as in :class:`~lightning_liger.LigerFSDPStrategy`; ``cuda_graphs=True`` replays layers
-            from CUDA graphs; others as in Lightning's strategy.
+        **kwargs: ``kernels``, ``on_nonfinite_grad``, ``activation_checkpointing``, ``memory_budget``,
+            ``fault_tolerance`` and ``compile`` as in :class:`~lightning_liger.LigerFSDPStrategy`; ``cuda_graphs=True``
+            replays layers from CUDA graphs; others as in Lightning's strategy.
 
     Raises:
         ValueError: For an unknown kernel or ``on_nonfinite_grad``, and when the Trainer has several devices.

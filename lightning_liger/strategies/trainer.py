@@ -28,12 +28,13 @@ from lightning_liger.strategies.parts.activations import (
     ActivationControl,
     MemoryBudget,
     announce_plan,
-    check_captures,
+    check_engine,
     prepare,
 )
 from lightning_liger.strategies.parts.arguments import refuse_unknown
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
+from lightning_liger.strategies.parts.compilation import Compile
 from lightning_liger.strategies.parts.early_release import release_gradients
 from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
@@ -77,6 +78,7 @@ class TrainerStrategy(Strategy):
         fault_tolerance: bool = True,
         fp8: Float8Choice = None,
         cuda_graphs: bool = False,
+        compile: Compile = False,
         **kwargs: Any,
     ) -> None:
         check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
@@ -91,10 +93,10 @@ class TrainerStrategy(Strategy):
         """The strategy as the module sees it."""
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
         self._activations = ActivationControl(
-            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs
+            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs, compile
         )
         shared = context_parallel_size if context_parallel_size > 1 else None
-        check_captures(self, cuda_graphs, fp8=fp8, context_parallel_size=shared)
+        check_engine(self, self._activations, fp8=fp8, context_parallel_size=shared)
         self._activations.layers_communicate = context_parallel_size > 1
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         self._stepped: Optimizer | None = None
@@ -295,7 +297,7 @@ class TrainerStrategy(Strategy):
 
     @property
     def activation_plan(self) -> str:
-        """The plan for ``memory_budget``, or what ``cuda_graphs`` captured, in words, empty without both."""
+        """The plan for ``memory_budget``, what was captured and compiled, in words, empty without any."""
         return self._activations.plan
 
     @property

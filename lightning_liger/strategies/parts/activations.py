@@ -1,4 +1,4 @@
-"""``activation_checkpointing``, ``memory_budget`` and ``cuda_graphs``: how strategies run the layers of models."""
+"""``activation_checkpointing``, ``memory_budget``, ``cuda_graphs`` and ``compile``: how strategies run layers."""
 
 import numbers
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from lightning_liger.activations.layers import ControlledLayers, control_layers,
 from lightning_liger.activations.plan import Plan
 from lightning_liger.activations.planner import AllRanks, Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
+from lightning_liger.strategies.parts.compilation import Compilation, Compile
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy, select_modules
 
 ActivationCheckpointing = Literal["none", "full"] | int | list[str] | set[type[Module]] | type[Module]
@@ -43,7 +44,7 @@ def prepare(strategy: Any, model: Module, announce: Callable[[str, Plan, bool], 
 
 
 class ActivationControl:
-    """Controls the layers of models as one of four arguments of strategies says; raises for wrong ones."""
+    """Controls the layers of models as arguments of strategies say; raises for wrong ones, and those that conflict."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class ActivationControl:
         budget: MemoryBudget | None = None,
         policy: LayerPolicy | None = None,
         cuda_graphs: bool = False,
+        compile: Compile = False,
     ) -> None:
         check_bool("cuda_graphs", cuda_graphs)
         _check_checkpointing(checkpointing)
@@ -64,6 +66,12 @@ class ActivationControl:
         if len(self._given) > 1:
             (name, value), (other, _) = list(self._given.items())[:2]
             raise ValueError(f"{name}={shown(value)} must be None if {other} is given: both choose layers")
+        self.compilation = Compilation(compile)
+        if self.compilation.scope == "model" and self.recomputes:
+            raise ValueError(
+                f"{self.recomputes} cannot be combined with {self.compilation.name}, which decides by itself what to"
+                " keep: compile the layers, or leave out one of them"
+            )
         self.controlled: WeakSet[ControlledLayers] = WeakSet()
         """The layers of each model that still exists."""
         self.layers_communicate = False
@@ -72,7 +80,8 @@ class ActivationControl:
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
         state = {"layers_communicate": self.layers_communicate}
-        return type(self), (self.checkpointing, self.budget, self.policy, self.captures), state
+        arguments = self.checkpointing, self.budget, self.policy, self.captures, self.compilation.choice
+        return type(self), arguments, state
 
     def control(
         self, model: Module, device: torch.device, announce: Callable[[str, Plan, bool], None] = announce_plan
@@ -87,6 +96,7 @@ class ActivationControl:
         controlled = next((each for each in self.controlled if modules.issuperset(each.layers)), None)
         if controlled is None:  # a model that an engine has wrapped stays as it is
             controlled = self._find(model)
+            self.compilation.apply(model, controlled)
         if controlled is None:
             return
         self.controlled.add(controlled)
@@ -115,11 +125,13 @@ class ActivationControl:
         if layers is None or isinstance(layers, str | int):
             controlled = control_layers(model)
             if controlled is None:
-                if layers in (None, "none", 0) and self.budget in (None, "auto") and not self.captures:
+                needs_layers = self.captures or self.compilation.scope == "layers"
+                if layers in (None, "none", 0) and self.budget in (None, "auto") and not needs_layers:
                     return None
+                asked = self.recomputes or self.compilation.name
                 raise ValueError(
-                    f"{self.recomputes} needs a model with repeated layers, got {type(model).__name__} without: name"
-                    " their classes, as in activation_checkpointing=['MyLayer']"
+                    f"{asked} needs a model with repeated layers, got {type(model).__name__} without: name their"
+                    " classes, as in activation_checkpointing=['MyLayer']"
                 )
             # The first are recomputed: their backward comes last, when others are freed.
             num_layers = len(controlled.layers)
@@ -145,7 +157,7 @@ class ActivationControl:
     @property
     def is_asked_for(self) -> bool:
         """Whether one of the arguments was given."""
-        return bool(self._given)
+        return bool(self._given or self.compilation.scope)
 
     @property
     def recomputes(self) -> str:
@@ -154,9 +166,11 @@ class ActivationControl:
 
     @property
     def plan(self) -> str:
-        """The plan for the budget, or what is captured, in words, empty without both."""
+        """The plan for the budget, what is captured and compiled, in words, empty without any."""
         captured = [each.graphs.summary for each in self.controlled if each.graphs]
-        return "; ".join(filter(None, [*(planner.line for planner in self.planners), *captured]))
+        return "; ".join(
+            filter(None, [*(planner.line for planner in self.planners), *captured, self.compilation.summary])
+        )
 
     def release_graphs(self) -> None:
         """Frees the memory of graphs: layers run eagerly from now on."""
@@ -175,6 +189,7 @@ class ActivationControl:
 
     def step_ends(self) -> None:
         """After the step of an optimizer."""
+        self.compilation.step_ends()
         for planner in self.planners:
             planner.step_ends()
         if self.recomputes and self.controlled and not any(each.has_run for each in self.controlled):
@@ -199,11 +214,14 @@ class ActivationControl:
             ) from error
 
 
-def check_captures(strategy: Any, cuda_graphs: bool, **others: Any) -> None:
-    """Raises ValueError if the engine of a strategy, or other arguments that are not None, rule out ``cuda_graphs``."""
-    if cuda_graphs and not strategy._keeps_parameters:
-        name = type(strategy).__name__
-        raise ValueError(f"cuda_graphs=True is for 'liger' and 'liger_ddp', got {name}, which moves parameters")
+def check_engine(strategy: Any, activations: ActivationControl, **others: Any) -> None:
+    """Raises ValueError if the engine, or arguments that are not None, rule out captures or a compiled model."""
+    cuda_graphs, compilation = activations.captures, activations.compilation
+    if not strategy._keeps_parameters and (cuda_graphs or compilation.scope == "model"):
+        name = "cuda_graphs=True" if cuda_graphs else compilation.name
+        kind = type(strategy).__name__
+        raise ValueError(f"{name} is for 'liger' and 'liger_ddp', got {kind}, which moves parameters between layers")
+    others["compile"] = compilation.choice or None
     for name, value in others.items():
         if cuda_graphs and value is not None:
             raise ValueError(f"{name}={shown(value)} cannot be combined with cuda_graphs=True: leave out one of them")

@@ -1,0 +1,131 @@
+"""Measures what ``torch.compile`` makes of a tiny model of every architecture, patched and as it is.
+
+python -m tests.lightning_liger.compiled_models [ARCHITECTURE ...]
+
+Adds lines to ``compiled_models.jsonl`` for those that it does not have yet. The graphs of a patched model are those of
+AOT autograd, forward and backward, in which tensors with a vocabulary are looked for.
+"""
+
+import copy
+import json
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from transformers import PreTrainedModel
+
+from lightning_liger import apply_liger_kernels
+from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
+
+PATH = Path(__file__).with_suffix(".jsonl")
+SECONDS = 400
+"""After which a measurement is given up."""
+
+
+class Graphs:
+    """A compiler that counts graphs, and the tensors with a vocabulary for each of ``num_tokens`` that they compute."""
+
+    def __init__(self, vocab_size: int, num_tokens: set[int]) -> None:
+        self.vocab_size, self.num_tokens, self.num_graphs, self.num_logits = vocab_size, num_tokens, 0, 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        self.num_graphs += 1
+        return aot_autograd(fw_compiler=self._watch, bw_compiler=self._watch)(module, inputs)
+
+    def _watch(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op != "placeholder" and isinstance(value, Tensor) and self.vocab_size in value.shape:
+                taken = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride != 0]
+                self.num_logits += torch.Size(taken).numel() / self.vocab_size in self.num_tokens
+        return module.forward
+
+
+def run(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the gradients of all parameters that have one; compiled if ``options`` are given."""
+    torch.manual_seed(0)
+    forward = torch.compile(model, **options) if options else model
+    loss = forward(**batch).loss
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return loss.detach(), grads
+
+
+def measure(model_type: str) -> dict[str, Any]:
+    """Graphs of the stock and of the patched model, logits in them, the largest distance of loss and gradients."""
+    stock = tiny_causal_lm(model_type).train()
+    for module in stock.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    stock.config.use_cache = False
+    batch = tiny_inputs(stock)
+    patched = copy.deepcopy(stock)
+    apply_liger_kernels(patched)
+    found: dict[str, Any] = {"architecture": model_type}
+    if getattr(stock(**batch), "loss", None) is None:
+        return found
+    graphs: list[Any] = []
+    try:
+        run(copy.deepcopy(stock), batch, backend=lambda module, inputs: graphs.append(module) or module.forward)
+    except Exception as error:  # whatever the compiler raises: what stock models cannot do is not measured
+        return found | {"stock": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    found["stock"] = len(graphs)
+    torch.compiler.reset()
+    batch_size, num_tokens = len(batch["labels"]), batch["labels"].numel()
+    watch = Graphs(patched.get_output_embeddings().weight.shape[0], {num_tokens, num_tokens - batch_size})
+    loss, grads = run(patched, batch)
+    try:
+        compiled_loss, compiled_grads = run(patched, batch, backend=watch)
+    except Exception as error:  # as above: a result
+        return found | {"patched": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    distances = [
+        ((one - other).norm() / other.norm().clamp_min(1e-6)).item()
+        for one, other in zip([compiled_loss, *compiled_grads], [loss, *grads], strict=True)
+    ]
+    found |= {"patched": watch.num_graphs, "num_logits": watch.num_logits}
+    return found | {"distance": float(f"{max(distances):.1e}")}
+
+
+def _send(model_type: str, connection: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        connection.send(measure(model_type))
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """What was measured, by architecture."""
+    lines = PATH.read_text(encoding="utf-8").splitlines() if PATH.exists() else []
+    return {line["architecture"]: line for line in map(json.loads, lines)}
+
+
+def main() -> None:
+    """Measures those that are named, by default all that are missing, each in a process of its own."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    done = read()
+    wanted = sys.argv[1:] or [name for name in CAUSAL_LM_TYPES if name not in done and name not in UNBUILDABLE]
+    for model_type in wanted:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(target=_send, args=(model_type, sender))
+        process.start()
+        sender.close()
+        try:
+            found = receiver.recv() if receiver.poll(SECONDS) else {"architecture": model_type, "stock": "takes long"}
+        except EOFError:  # the process ended without a result
+            found = {"architecture": model_type, "stock": "failed"}
+        process.kill()
+        process.join()
+        done[model_type] = found
+        print(json.dumps(found), flush=True)
+        PATH.write_text("".join(f"{json.dumps(done[name])}\n" for name in sorted(done)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
