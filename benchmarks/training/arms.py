@@ -67,11 +67,6 @@ class Arm:
         return self.implementation.startswith("ours")
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether ``torch.compile`` compiles each layer."""
-        return self.implementation.endswith("_compiled")
-
-    @property
     def recomputes_all(self) -> bool:
         """Whether Hugging Face's own gradient checkpointing recomputes every layer."""
         return self.plan == "full" and not self.is_ours
