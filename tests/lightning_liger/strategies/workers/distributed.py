@@ -1,6 +1,7 @@
 """A tiny model and its data, modules and trainers for it, and how ranks are started."""
 
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -269,6 +270,7 @@ def launch(
 
 def _run(argv: list[str], environment: dict[str, str], output: Path) -> None:
     """One rank, in a process for it alone."""
+    gc.freeze()  # what was imported stays, and looking through it would take long in each collection
     os.environ.clear()
     os.environ.update(environment)
     with output.open("w") as log:
