@@ -275,7 +275,7 @@ def patched_after(model: nn.Module, is_after: bool) -> Iterator[None]:
     [("llama", False), ("gemma2", True), ("cohere", False), ("qwen3_moe", False)],
 )
 def test_models_compile_to_one_graph_without_logits(model_type: str, is_after: bool) -> None:
-    stock = tiny_model(model_type)
+    stock = tiny_model(model_type, num_hidden_layers=1)
     patched = copy.deepcopy(stock)
     inputs = tiny_batch(batch_size=4, seq_len=32)
     with patched_after(patched, is_after):
