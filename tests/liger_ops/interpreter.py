@@ -37,7 +37,7 @@ def dot_of_bfloat16(builder: Any, a: TensorHandle, b: TensorHandle, d: TensorHan
 
 @functools.cache
 def patch_language_once(function: Any) -> Any:
-    """Replaces ``_patch_lang``, which patches ``triton.language`` in each launch and whenever a kernel calls another."""
+    """Replaces ``_patch_lang``, which patches ``triton.language`` at each launch and each call between kernels."""
     _patch_lang(function)
     return SimpleNamespace(restore=lambda: None)
 

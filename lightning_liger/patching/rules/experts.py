@@ -30,7 +30,6 @@ from lightning_liger.patching.rules.base import (
 from lightning_liger.patching.verify import compare
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
-_QUICK_GELU = 1.702
 _MAX_COPY = 2**22  # elements of a weight that is small enough to be copied as it is
 _SCALES = (1.0, 30.0)
 """Of inputs; large values show limits."""
@@ -282,18 +281,23 @@ def _layouts(
             yield names | {"transposed": transposed, "has_identity": has_identity}, inner.shape[1] == 2 * width
 
 
-def _gates(module: nn.Module, is_gated: bool) -> Iterator[dict[str, Any]]:
-    """Options of the gate, the most common first; constants are among the module's attributes."""
-    numbers = list(dict.fromkeys(float(each) for each in vars(module).values() if type(each) is float and each > 0))
-    limits = [(None, False), *itertools.product(numbers, (False, True))] if is_gated else [(None, False)]
+def _gates(module: nn.Module, is_gated: bool) -> list[dict[str, Any]]:
+    """Options of the gate, the most common first, then by how many of the numbers among attributes they use."""
+    numbers = {float(each) for each in vars(module).values() if type(each) is float and each > 0}
+    limits = [(None, False), *itertools.product(sorted(numbers), (False, True))] if is_gated else [(None, False)]
     parts = (False, True) if is_gated else (False,)
-    for offset, interleaved, (limit, limit_output), activation in itertools.product(parts, parts, limits, _ACTIVATIONS):
-        for alpha in (1.0, _QUICK_GELU, *numbers) if activation == "silu" else (1.0,):
-            yield {
-                "activation": activation,
-                "limit": limit,
-                "limit_output": limit_output,
-                "alpha": alpha,
-                "up_offset": float(offset),
-                "interleaved": interleaved,
-            }
+    alphas = sorted({1.0, 1.702} | numbers)  # 1.702 is that of quick GELU
+    first, *others = [
+        {
+            "activation": activation,
+            "limit": limit,
+            "limit_output": limit_output,
+            "alpha": alpha,
+            "up_offset": float(offset),
+            "interleaved": interleaved,
+        }
+        for offset, interleaved, (limit, limit_output) in itertools.product(parts, parts, limits)
+        for activation in _ACTIVATIONS
+        for alpha in (alphas if activation == "silu" else [1.0])
+    ]
+    return [first, *sorted(others, key=lambda gate: len(numbers - {gate["limit"], gate["alpha"]}))]

@@ -213,7 +213,7 @@ PRELOADED = ("tests.lightning_liger.strategies.workers.trainings", "deepspeed", 
 
 @functools.cache
 def _context(device: str) -> Any:
-    """How ranks are started: on CPUs forked from a process that has only imported, which takes longer than most runs."""
+    """How ranks are started: on CPUs forked from a process that has only imported, which takes longer than runs."""
     if device != "cpu":  # a fork cannot use what its parent may know of GPUs
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
