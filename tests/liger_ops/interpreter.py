@@ -42,10 +42,19 @@ def patch_language_once(function: Any) -> Any:
     return SimpleNamespace(restore=lambda: None)
 
 
+_dtype_of_scalars = functools.cache(interpreter._get_np_dtype)
+
+
+def dtype_of_numpy(dtype: Any) -> np.dtype:
+    """Replaces ``_get_np_dtype``, which makes a table of all dtypes at each call."""
+    return np.dtype(np.uint64) if dtype.scalar.is_ptr() else _dtype_of_scalars(dtype.scalar)
+
+
 CORRECTIONS = [
     (InterpreterBuilder, "create_splat", splat_that_keeps_booleans),
     (InterpreterBuilder, "create_dot", dot_of_bfloat16),
     (interpreter, "_patch_lang", patch_language_once),
+    (interpreter, "_get_np_dtype", dtype_of_numpy),
 ]
 """Owner, name and new value of what is replaced."""
 
