@@ -271,14 +271,16 @@ def _layouts(
         fits = inner.shape[2] == hidden_size and inner.shape[1] in (width, 2 * width)
         if not fits or inner.shape[0] < num_experts:
             continue
-        found: list[str | None] = [
-            next((name for name, each in biases.items() if each.shape == (num_experts, size)), None)
+        fitting: list[list[str | None]] = [
+            [name for name, each in biases.items() if each.shape == (num_experts, size)] or [None]
             for size in (inner.shape[1], hidden_size)
         ]
-        if len(set(found) - {None}) == len(biases):
-            names = {"gate_up": first, "down": second, "gate_up_bias": found[0], "down_bias": found[1]}
-            has_identity = inner.shape[0] > num_experts
-            yield names | {"transposed": transposed, "has_identity": has_identity}, inner.shape[1] == 2 * width
+        has_identity = inner.shape[0] > num_experts
+        for found in itertools.product(*fitting):
+            if len(set(found) - {None}) == len(biases):
+                biased = {"gate_up_bias": found[0], "down_bias": found[1], "has_identity": has_identity}
+                names = {"gate_up": first, "down": second, "transposed": transposed, **biased}
+                yield names, inner.shape[1] == 2 * width
 
 
 def _gates(module: nn.Module, is_gated: bool) -> list[dict[str, Any]]:
