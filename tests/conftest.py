@@ -1,5 +1,6 @@
 """Fixtures and markers that every test shares."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("multi_gpu") and num_gpus < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA GPUs, found {num_gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays, and looking through it would take long in each collection
 
 
 @pytest.fixture(autouse=True)

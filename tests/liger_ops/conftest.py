@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from liger_ops import backend
-from tests.liger_ops.interpreter import dot_of_bfloat16, patch_builtins_found_once, splat_that_keeps_booleans
+from tests.liger_ops.interpreter import CORRECTIONS
 from tests.liger_ops.operators import OperatorLog
 
 _DEVICE = pytest.param("cpu", id="interpreter", marks=pytest.mark.interpreter)
@@ -43,9 +42,8 @@ def triton_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     device = torch.device(request.param)
     if device.type == "cpu":
         monkeypatch.setattr(backend, "use_triton", lambda tensor: True)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", splat_that_keeps_booleans)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_bfloat16)
-        monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtins_found_once)
+        for correction in CORRECTIONS:
+            monkeypatch.setattr(*correction)
     with new_memory_is_nan():
         yield device
 

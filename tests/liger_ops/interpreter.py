@@ -1,8 +1,8 @@
 """Corrections of Triton's interpreter, for tests that run kernels on CPUs."""
 
 import functools
-import inspect
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _create_splat, _create_dot = InterpreterBuilder.create_splat, InterpreterBuilder.create_dot
+_patch_lang = interpreter._patch_lang
 
 
 def splat_that_keeps_booleans(builder: Any, block_type: Any, scalar: TensorHandle) -> TensorHandle:
@@ -35,17 +36,27 @@ def dot_of_bfloat16(builder: Any, a: TensorHandle, b: TensorHandle, d: TensorHan
 
 
 @functools.cache
-def _names_of_builtins(package: Any) -> list[str]:
-    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+def patch_language_once(function: Any) -> Any:
+    """Replaces ``_patch_lang``, which patches ``triton.language`` at each launch and each call between kernels."""
+    _patch_lang(function)
+    return SimpleNamespace(restore=lambda: None)
 
 
-def patch_builtins_found_once(package: Any, *arguments: Any) -> None:
-    """Replaces ``_patch_builtin``, which searches all of ``triton.language`` whenever a kernel calls a function."""
-    for name in _names_of_builtins(package):
-        member = getattr(package, name)
-        if not tl.core.is_builtin(member):  # nor are the others, as the kernel that calls has replaced them
-            return
-        interpreter._patch_attr(package, name, member, *arguments)
+_dtype_of_scalars = functools.cache(interpreter._get_np_dtype)
+
+
+def dtype_of_numpy(dtype: Any) -> np.dtype:
+    """Replaces ``_get_np_dtype``, which makes a table of all dtypes at each call."""
+    return np.dtype(np.uint64) if dtype.scalar.is_ptr() else _dtype_of_scalars(dtype.scalar)
+
+
+CORRECTIONS = [
+    (InterpreterBuilder, "create_splat", splat_that_keeps_booleans),
+    (InterpreterBuilder, "create_dot", dot_of_bfloat16),
+    (interpreter, "_patch_lang", patch_language_once),
+    (interpreter, "_get_np_dtype", dtype_of_numpy),
+]
+"""Owner, name and new value of what is replaced."""
 
 
 def begin_rank(device: str) -> int:
@@ -55,8 +66,8 @@ def begin_rank(device: str) -> int:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"))
-    interpreter.InterpreterBuilder.create_splat = splat_that_keeps_booleans
-    interpreter._patch_builtin = patch_builtins_found_once
+    for correction in CORRECTIONS:
+        setattr(*correction)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     return rank

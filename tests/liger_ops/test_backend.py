@@ -367,7 +367,8 @@ def test_launch_runs_where_its_tensors_are(kernel: backend.Kernel) -> None:
 def launch_caches() -> dict[str, Any]:
     """Every cache of a function of ours that depends on more than the device."""
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_ops.")]
-    found = {f"{f.__module__}.{f.__name__}": f for m in modules for f in vars(m).values() if hasattr(f, "cache_info")}
+    cached = (f for m in modules for f in vars(m).values() if hasattr(f, "cache_info"))
+    found = {f"{f.__module__}.{f.__name__}": f for f in cached if f.__module__.startswith("liger_ops.")}
     return {name: function for name, function in found.items() if list(signature(function).parameters) != ["device"]}
 
 

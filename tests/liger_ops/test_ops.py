@@ -305,7 +305,7 @@ def test_selective_checkpointing_can_keep_what_our_ops_computed(case: OpCase, tr
     layouts=st.tuples(*2 * [st.sampled_from(LAYOUTS)]),
     seed=st.integers(0, 2**16),
 )
-@few(10)
+@few(5)  # sizes and options are drawn in each op's own file
 def test_no_less_accurate_than_plain_pytorch(
     sizes: Any, dtype: torch.dtype, layouts: tuple[str, str], seed: int, case: OpCase, device: torch.device
 ) -> None:
@@ -425,11 +425,10 @@ def test_ignored_tokens_alone_give_no_gradient_and_a_mean_of_nan(case: OpCase, d
     assert not any(gradient.any() for gradient in results[num_outputs:])
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-def test_checkpointing_gives_the_same_gradients(use_reentrant: bool, case: OpCase, device: torch.device) -> None:
+def test_reentrant_checkpointing_gives_the_same_gradients(case: OpCase, device: torch.device) -> None:
     tensors = make(case, device)
     leaves = [x.detach().requires_grad_() for x in tensors.inputs]
-    outputs = as_tuple(checkpoint(case.fused, *leaves, *tensors.constants, use_reentrant=use_reentrant))
+    outputs = as_tuple(checkpoint(case.fused, *leaves, *tensors.constants, use_reentrant=True))
     torch.autograd.backward(outputs, make_upstream(outputs))
     assert_same([*outputs, *(x.grad for x in leaves)], run(case.fused, tensors), case)
 

@@ -167,6 +167,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "inkling_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "kosmos-2.5": {"text_config": {"layers": 2, "embed_dim": 32, "ffn_dim": 48}},
     "laguna": {"num_hidden_layers": 2, "num_attention_heads_per_layer": [4, 8]},
     "lfm2": {"full_attn_idxs": [1], "block_multiple_of": 8},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},

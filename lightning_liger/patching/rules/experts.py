@@ -32,7 +32,6 @@ from lightning_liger.patching.rules.base import (
 from lightning_liger.patching.verify import compare
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
-_QUICK_GELU = 1.702
 _MAX_COPY = 2**22  # elements of a weight that is small enough to be copied as it is
 _SCALES = (1.0, 30.0)
 """Of inputs; large values show limits."""
@@ -301,28 +300,35 @@ def _layouts(
         fits = inner.shape[2] == hidden_size and inner.shape[1] in (width, 2 * width)
         if not fits or inner.shape[0] < num_experts:
             continue
-        found: list[str | None] = [
-            next((name for name, each in biases.items() if each.shape == (num_experts, size)), None)
+        fitting: list[list[str | None]] = [
+            [name for name, each in biases.items() if each.shape == (num_experts, size)] or [None]
             for size in (inner.shape[1], hidden_size)
         ]
-        if len(set(found) - {None}) == len(biases):
-            names = {"gate_up": first, "down": second, "gate_up_bias": found[0], "down_bias": found[1]}
-            has_identity = inner.shape[0] > num_experts
-            yield names | {"transposed": transposed, "has_identity": has_identity}, inner.shape[1] == 2 * width
+        has_identity = inner.shape[0] > num_experts
+        for found in itertools.product(*fitting):
+            if len(set(found) - {None}) == len(biases):
+                biased = {"gate_up_bias": found[0], "down_bias": found[1], "has_identity": has_identity}
+                names = {"gate_up": first, "down": second, "transposed": transposed, **biased}
+                yield names, inner.shape[1] == 2 * width
 
 
-def _gates(module: nn.Module, is_gated: bool) -> Iterator[dict[str, Any]]:
-    """Options of the gate, the most common first; constants are among the module's attributes."""
-    numbers = list(dict.fromkeys(float(each) for each in vars(module).values() if type(each) is float and each > 0))
-    limits = [(None, False), *itertools.product(numbers, (False, True))] if is_gated else [(None, False)]
+def _gates(module: nn.Module, is_gated: bool) -> list[dict[str, Any]]:
+    """Options of the gate, the most common first, then by how many of the numbers among attributes they use."""
+    numbers = {float(each) for each in vars(module).values() if type(each) is float and each > 0}
+    limits = [(None, False), *itertools.product(sorted(numbers), (False, True))] if is_gated else [(None, False)]
     parts = (False, True) if is_gated else (False,)
-    for offset, interleaved, (limit, limit_output), activation in itertools.product(parts, parts, limits, _ACTIVATIONS):
-        for alpha in (1.0, _QUICK_GELU, *numbers) if activation == "silu" else (1.0,):
-            yield {
-                "activation": activation,
-                "limit": limit,
-                "limit_output": limit_output,
-                "alpha": alpha,
-                "up_offset": float(offset),
-                "interleaved": interleaved,
-            }
+    alphas = sorted({1.0, 1.702} | numbers)  # 1.702 is that of quick GELU
+    first, *others = [
+        {
+            "activation": activation,
+            "limit": limit,
+            "limit_output": limit_output,
+            "alpha": alpha,
+            "up_offset": float(offset),
+            "interleaved": interleaved,
+        }
+        for offset, interleaved, (limit, limit_output) in itertools.product(parts, parts, limits)
+        for activation in _ACTIVATIONS
+        for alpha in (alphas if activation == "silu" else [1.0])
+    ]
+    return [first, *sorted(others, key=lambda gate: len(numbers - {gate["limit"], gate["alpha"]}))]

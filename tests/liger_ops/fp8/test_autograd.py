@@ -34,16 +34,16 @@ class Layer:
         self, device: torch.device, *lead: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[list[Tensor], list[Tensor]]:
         """x and parameters, which need gradients, and upstream gradients."""
-        leaves = [torch.randn(shape, device=device).to(dtype) for shape in ((*lead, 48), *self.parameters)]
+        leaves = [torch.randn(shape, device=device).to(dtype) for shape in ((*lead, 32), *self.parameters)]
         grads = [torch.randn(*lead, size, device=device).to(dtype) for size in self.outputs]
         return [leaf.requires_grad_() for leaf in leaves], grads
 
 
 LAYERS = {
-    "linear": Layer(_linear, [(32, 48), (16, 48), (32,)], [32, 16]),
-    "mlp": Layer(_gated_mlp, [(32, 48), (32, 48), (48, 32)], [48]),
+    "linear": Layer(_linear, [(32, 32), (16, 32), (32,)], [32, 16]),
+    "mlp": Layer(_gated_mlp, [(16, 32), (16, 32), (32, 16)], [32]),
     "mlp that saves payloads": Layer(
-        partial(_gated_mlp, options=Float8Options(save_payloads=True)), [(32, 48), (32, 48), (48, 32)], [48]
+        partial(_gated_mlp, options=Float8Options(save_payloads=True)), [(16, 32), (16, 32), (32, 16)], [32]
     ),
 }
 

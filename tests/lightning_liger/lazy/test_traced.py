@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels, lazy_logits, materialize, token_scores
 from lightning_liger.lazy.traced import TracedLogits
+from tests.lightning_liger.lazy.programs import Doubled
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_model
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 5, 8, 37
@@ -133,16 +134,6 @@ def double(x: Tensor) -> Tensor:
 
 double.register_fake(torch.empty_like)
 double.register_autograd(lambda ctx, grad: grad * 2)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
 
 
 NEED_VALUES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -275,7 +266,7 @@ def patched_after(model: nn.Module, is_after: bool) -> Iterator[None]:
     [("llama", False), ("gemma2", True), ("cohere", False), ("qwen3_moe", False)],
 )
 def test_models_compile_to_one_graph_without_logits(model_type: str, is_after: bool) -> None:
-    stock = tiny_model(model_type)
+    stock = tiny_model(model_type, num_hidden_layers=1)
     patched = copy.deepcopy(stock)
     inputs = tiny_batch(batch_size=4, seq_len=32)
     with patched_after(patched, is_after):

@@ -19,6 +19,7 @@ from tests.lightning_liger.patching.rules.comparing import assert_kept, assert_r
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "scaled silu": lambda x: x * torch.sigmoid(Experts.alpha * x),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu_squared": lambda x: F.relu(x).square(),
@@ -43,8 +44,11 @@ DRAW = {
 class Experts(nn.Module):
     """Experts one after another, as a user writes them."""
 
+    alpha = 2.5
+
     def __init__(self, draw: dict[str, Any]) -> None:
         super().__init__()
+        self.alpha = Experts.alpha
         self.kind, self.count = draw["gate"], draw["num_experts"]
         self.cap = 0.0 if draw["limit"] is None else draw["limit"]
         self.settings = draw

@@ -1,15 +1,20 @@
 """A tiny model and its data, modules and trainers for it, and how ranks are started."""
 
+import functools
+import gc
 import itertools
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -202,6 +207,22 @@ def free_port() -> int:
 _port_numbers = itertools.count()
 
 
+PRELOADED = ("tests.lightning_liger.strategies.workers.trainings", "deepspeed", "peft", "pytest")
+"""What ranks on CPUs find imported."""
+
+
+@functools.cache
+def _context(device: str) -> Any:
+    """How ranks are started: on CPUs forked from a process that has only imported, which takes longer than runs."""
+    if device != "cpu":  # a fork cannot use what its parent may know of GPUs
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    with mock.patch.dict(os.environ, PYTHONPATH=python_path(), DS_ACCELERATOR=device):
+        forkserver.ensure_running()
+    return context
+
+
 def launch(
     device: str,
     folder: Path,
@@ -225,31 +246,45 @@ def launch(
         "TORCHELASTIC_RUN_ID": "liger-tests",
         "DS_ACCELERATOR": device,
     }
-    command = [sys.executable, "-m", worker, device, str(folder)]
-    processes, outputs = [], [folder / f"rank{rank}.log" for rank in range(num_ranks)]
+    outputs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
+    processes = []
     try:
         for rank, output in enumerate(outputs):
-            rank_environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment_of(rank)}
-            environment = {**os.environ, **{name: value for name, value in rank_environment.items() if value}}
-            with output.open("w") as log:
-                processes.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
+            of_rank = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment_of(rank)}
+            environment = {**os.environ, **{name: value for name, value in of_rank.items() if value}}
+            arguments = ([worker, device, str(folder)], environment, output)
+            processes.append(_context(device).Process(target=_run, args=arguments))
+            with mock.patch.dict(os.environ, environment):  # which imports of spawned ranks read
+                processes[-1].start()
         codes = _wait(processes, timeout)
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
+            if process.pid is not None:
+                process.kill()
+                process.join()
     if any(codes):
         logs = "\n".join(f"--- rank {rank}\n{log.read_text()[-12000:]}" for rank, log in enumerate(outputs))
         raise AssertionError(f"ranks ended with {codes} (None: killed after another failed, or {timeout} s)\n{logs}")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+def _run(argv: list[str], environment: dict[str, str], output: Path) -> None:
+    """One rank, in a process for it alone."""
+    gc.freeze()  # what was imported stays, and looking through it would take long in each collection
+    os.environ.clear()
+    os.environ.update(environment)
+    with output.open("w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    sys.argv = argv
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _wait(processes: list[Any], timeout: float) -> list[int | None]:
     """Exit codes once all have ended well, or one has not, or time is up."""
     deadline = time.monotonic() + timeout
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         if None not in codes or any(codes):
             return codes
         if time.monotonic() > deadline:
