@@ -24,10 +24,10 @@ from liger_ops.arguments import (
 from liger_ops.softmax import probabilities
 
 
-def as_pair(name: str, value: Any, at_least: int) -> tuple[int, int]:
+def as_pair(name: str, value: Any, at_least: int) -> tuple[int, ...]:
     """``value`` for queries and keys; raises unless it is an integer of at least so much, or two."""
     try:
-        pair = 2 * (operator.index(value),)
+        pair: tuple[int, ...] = 2 * (operator.index(value),)
     except TypeError:
         pair = as_integers(name, value)
     if isinstance(value, bool) or len(pair) != 2 or min(pair) < at_least:
@@ -53,8 +53,7 @@ def multi_token_attention(
     Args:
         scores: ``[batch_size, in_channels, seq_len, seq_len]``, of each head's queries and keys. Those of later keys
             are not read.
-        weight: ``[out_channels, in_channels / groups, *kernel_size]``, converted to scores' dtype as bias is, also under
-            autocast.
+        weight: ``[out_channels, in_channels / groups, *kernel_size]``, converted to scores' dtype, as bias is.
         bias: ``[out_channels]`` or None.
         stride, padding, dilation, groups: As in ``F.conv2d``; one integer, or two for queries and for keys.
         sparse: Whether probabilities are those of :func:`sparsemax` in place of :func:`softmax`.

@@ -5,7 +5,7 @@
     h_pre = sigmoid(l) + pre_eps    h_post = post_mult * sigmoid(l)    h_res = sinkhorn(softmax(l) + sinkhorn_eps)
 
 Sinkhorn divides columns, then rows and columns tmax - 1 times, by their sum + sinkhorn_eps. Backward computes these
-divisors again, and in reverse each matrix from the one after it, which it multiplies by them. With gl the gradient of l,
+divisors again, and finds each matrix from the one after it, times its divisors. With gl the gradient of l,
 
     db = sum of gl    dscale = sum of gl * mix    dmix = gl * scale, see projection.py
 
@@ -287,7 +287,7 @@ def mhc_coeffs(
         check_number(name, eps, at_least=0)
     scale = torch.cat([alpha.expand(size) for alpha, size in zip(alphas.values(), (n, n, n * n), strict=True)])
     tensors = x, phi, b, scale
-    options = tmax, float(rms_eps), float(pre_eps), float(sinkhorn_eps), float(post_mult)
+    options: Any = tmax, float(rms_eps), float(pre_eps), float(sinkhorn_eps), float(post_mult)
     h = mhc_coeffs_reference(*tensors, *options) if n > MAX_STREAMS else _compute(*tensors, options)
     h_pre, h_post, h_res = h.split([n, n, n * n], dim=-1)
     return h_pre, h_post, h_res.unflatten(-1, (n, n))
