@@ -8,14 +8,17 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ops import backend
 from liger_ops.arguments import (
     as_integers,
     check_bool,
+    check_device,
     check_floating,
+    check_floating_dtype,
     check_floating_tensors,
     check_integer,
     check_shape,
@@ -24,7 +27,7 @@ from liger_ops.arguments import (
 from liger_ops.softmax import probabilities
 
 
-def as_pair(name: str, value: Any, at_least: int) -> tuple[int, ...]:
+def _as_pair(name: str, value: Any, at_least: int) -> tuple[int, ...]:
     """``value`` for queries and keys; raises unless it is an integer of at least so much, or two."""
     try:
         pair: tuple[int, ...] = 2 * (operator.index(value),)
@@ -78,8 +81,8 @@ def multi_token_attention(
     if bias is not None:
         check_shape("bias", bias, weight.shape[:1], "out_channels")
     check_bool("sparse", sparse)
-    strides, paddings = as_pair("stride", stride, 1), as_pair("padding", padding, 0)
-    dilations = as_pair("dilation", dilation, 1)
+    strides, paddings = _as_pair("stride", stride, 1), _as_pair("padding", padding, 0)
+    dilations = _as_pair("dilation", dilation, 1)
     sizes = {
         (seq_len + 2 * pad - spread * (size - 1) - 1) // step + 1
         for size, step, pad, spread in zip(weight.shape[2:], strides, paddings, dilations, strict=True)
@@ -91,3 +94,54 @@ def multi_token_attention(
     parameters = weight.to(scores.dtype), None if bias is None else bias.to(scores.dtype)
     with backend.without_autocast(scores.device.type):
         return F.conv2d(chosen, *parameters, strides, paddings, dilations, groups).tril_()
+
+
+class MultiTokenAttention(nn.Conv2d):
+    """A convolution of causal attention weights by :func:`liger_ops.multi_token_attention`, which explains shapes.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, device, dtype: As in
+            ``torch.nn.Conv2d``; the bias begins at 0.
+        sparse: Whether sparsemax takes the place of softmax.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        sparse: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, value in {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}.items():
+            check_integer(name, value, at_least=1)
+        sizes: dict[str, Any] = {"kernel_size": kernel_size, "stride": stride, "dilation": dilation}
+        sizes = {name: _as_pair(name, size, 1) for name, size in sizes.items()}
+        sizes["padding"] = _as_pair("padding", padding, 0)
+        check_bool("bias", bias)
+        check_bool("sparse", sparse)
+        check_device("device", device)
+        check_floating_dtype("dtype", dtype)
+        if in_channels % groups or out_channels % groups:
+            raise wrong_value("groups", f"a divisor of in_channels = {in_channels} and {out_channels = }", groups)
+        super().__init__(in_channels, out_channels, **sizes, groups=groups, bias=bias, device=device, dtype=dtype)
+        self.sparse = sparse
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        options: Any = self.stride, self.padding, self.dilation, self.groups, self.sparse
+        return multi_token_attention(input, self.weight, self.bias, *options)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sparse={self.sparse}"
