@@ -33,8 +33,8 @@ def _as_pair(name: str, value: Any, at_least: int) -> tuple[int, ...]:
         pair: tuple[int, ...] = 2 * (operator.index(value),)
     except TypeError:
         pair = as_integers(name, value)
-    if isinstance(value, bool) or len(pair) != 2 or min(pair) < at_least:
-        raise wrong_value(name, f"an integer of at least {at_least}, or two", value)
+    if isinstance(value, bool) or len(pair) != 2 or min(pair) < at_least or max(pair) > 2**31 - 1:
+        raise wrong_value(name, f"an integer of at least {at_least} and at most 2**31 - 1, or two", value)
     return pair
 
 
