@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cases import Contender, Inputs, Maker, Op, Sweep, liger_kernel, ours, pytorch
+from benchmarks.layer_ops import LAYER_OPS
 from liger_ops import silu_mul
 
 EPS = 1e-6
@@ -488,6 +489,7 @@ _OPS = (
         )
         for name, eager in (("softmax", _eager_softmax), ("sparsemax", _eager_sparsemax))
     ),
+    *LAYER_OPS,
     Op(
         name="cross_entropy",
         title="Cross entropy",

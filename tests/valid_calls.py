@@ -52,8 +52,10 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.CrossEntropyLoss": {"weight": torch.ones(7)},
     "liger_ops.GeGLU": SIZES,
     "liger_ops.GroupNorm": {"num_groups": 2, "num_channels": 4},
+    "liger_ops.HyperConnection": {"layer": nn.Identity(), "num_streams": 2, "num_channels": 4},
     "liger_ops.LayerNorm": {"normalized_shape": 8},
     "liger_ops.LinearCrossEntropyLoss": {"in_features": 4, "num_classes": 7, "weight": torch.ones(7)},
+    "liger_ops.MultiTokenAttention": {"in_channels": 2, "out_channels": 4, "kernel_size": 3},
     "liger_ops.RMSNorm": {"normalized_shape": 8},
     "liger_ops.RotaryEmbedding": {"head_dim": 8},
     "liger_ops.SparseMoE": {**SIZES, "num_experts": 3, "top_k": 2},
@@ -76,6 +78,11 @@ VALID: dict[str, dict[str, Any]] = {
     "liger_ops.linear_log_probs": {**LINEAR, "target": TARGET},
     "liger_ops.linear_token_loss": {**LINEAR, "target": TARGET, "token_loss": negative_log_probs},
     "liger_ops.linear_topk_log_probs": {**LINEAR, "ids": IDS, "mask": MASK},
+    "liger_ops.mhc_coeffs": {
+        "x": X, "phi": torch.ones(32, 24), "b": torch.ones(24), "alpha_pre": ONE, "alpha_post": ONE, "alpha_res": ONE,
+    },
+    "liger_ops.mhc_post_res": {"x": X, "f_out": OF_SAMPLES, "h_post": torch.ones(2, 4), "h_res": torch.ones(2, 4, 4)},
+    "liger_ops.mhc_pre": {"x": X, "h_pre": torch.ones(2, 4)},
     "liger_ops.moe_experts": {
         "x": torch.ones(4, 8), "gate_up": torch.ones(3, 12, 8), "down": torch.ones(3, 8, 6),
         "top_k_index": torch.zeros(4, 2, dtype=torch.int64), "top_k_weights": torch.ones(4, 2),
@@ -83,6 +90,9 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "liger_ops.moe_router": {"logits": X, "top_k": 2, "bias": W, "num_groups": 2},
     "liger_ops.modulated_rms_norm": {"input": X, "weight": W, "scale": OF_SAMPLES, "shift": OF_SAMPLES},
+    "liger_ops.multi_token_attention": {
+        "scores": torch.ones(2, 4, 5, 5), "weight": torch.ones(6, 4, 3, 3), "bias": torch.ones(6), "padding": 1,
+    },
     "liger_ops.poly_norm": {"input": X, "weight": torch.ones(3), "bias": ONE},
     "liger_ops.relu_squared": {"input": X},
     "liger_ops.relu_squared_mul": {"gate": X, "up": X},
@@ -161,17 +171,18 @@ RESULTS = (
 AT_LEAST_0 = """
 activation_checkpointing cpo_alpha crossentropy_weight desirable_weight distillation_weight entropy_coef eps
 label_smoothing ld_alpha learning_rate lr max_valid_tokens medusa_heads_coefficient medusa_lr_multiplier
-medusa_num_layers medusa_warmup_steps min_lr_ratio num_ahead num_layers num_workers pad_token_id rank
-ref_model_mixup_alpha saved_logits_bytes seed skip_steps tpo_alpha undesirable_weight validation_fraction vespo_k_neg
-vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-warmup_steps weight weight_decay z_loss_weight divergence.beta linear_divergence.beta LigerGRPO.beta PolicyOptions.beta
-SparseDistillationOptions.beta DistillationOptions.beta LigerDistillation.beta leave_one_out_advantages.beta
-LigerCPO.temperature LigerCausalLM.temperature LigerDPO.temperature LigerDistillation.temperature LigerKTO.temperature
-LigerMedusa.temperature LigerMultipleChoice.temperature LigerORPO.temperature LigerTPO.temperature stage
+medusa_num_layers medusa_warmup_steps min_lr_ratio num_ahead num_layers num_workers pad_token_id padding pre_eps rank
+ref_model_mixup_alpha rms_eps saved_logits_bytes seed sinkhorn_eps skip_steps tpo_alpha undesirable_weight
+validation_fraction vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_importance_sampling_clip_max
+vllm_importance_sampling_clip_min warmup_steps weight weight_decay z_loss_weight divergence.beta linear_divergence.beta
+LigerGRPO.beta PolicyOptions.beta SparseDistillationOptions.beta DistillationOptions.beta LigerDistillation.beta
+leave_one_out_advantages.beta LigerCPO.temperature LigerCausalLM.temperature LigerDPO.temperature
+LigerDistillation.temperature LigerKTO.temperature LigerMedusa.temperature LigerMultipleChoice.temperature
+LigerORPO.temperature LigerTPO.temperature stage
 """
 ANY_NUMBER = """
-alpha f_alpha_divergence_coef gate_multiplier ignore_index logit_scale off_policy_mask_threshold offset simpo_gamma
-start teacher_logit_scale tpo_l_gamma up_offset
+alpha f_alpha_divergence_coef gate_multiplier ignore_index logit_scale off_policy_mask_threshold offset post_mult
+simpo_gamma start teacher_logit_scale tpo_l_gamma up_offset
 """
 AT_MOST_1 = """
 divergence.beta linear_divergence.beta SparseDistillationOptions.beta DistillationOptions.beta LigerDistillation.beta

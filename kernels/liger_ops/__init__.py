@@ -16,8 +16,11 @@ from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, TokenStats
 from liger_ops.loss.vocab_parallel import VocabShard
+from liger_ops.mhc.coefficients import mhc_coeffs
+from liger_ops.mhc.streams import mhc_post_res, mhc_pre
 from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.router import moe_router
+from liger_ops.multi_token_attention import multi_token_attention
 from liger_ops.norm.dyt import dyt
 from liger_ops.norm.gated_rms_norm import gated_rms_norm
 from liger_ops.norm.group_norm import group_norm
@@ -47,9 +50,13 @@ __all__ = [
     "linear_log_probs",
     "linear_token_loss",
     "linear_topk_log_probs",
+    "mhc_coeffs",
+    "mhc_post_res",
+    "mhc_pre",
     "modulated_rms_norm",
     "moe_experts",
     "moe_router",
+    "multi_token_attention",
     "poly_norm",
     "relu_squared",
     "relu_squared_mul",

@@ -236,6 +236,43 @@ def _plain_router(logits: Tensor) -> Tensor:
     return chosen / chosen.sum(-1, keepdim=True)
 
 
+def _streams(sizes: Sizes) -> Tensor:
+    """Four of each token."""
+    return torch.randn(*sizes[:2], 4, sizes.width)
+
+
+def _hyper_connections(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    phi = torch.randn(4 * sizes.width, 24) * (4 * sizes.width) ** -0.5
+    return [_streams(sizes), phi, torch.randn(24), *(torch.full((1,), each) for each in (0.5, -0.75, 1.25))], []
+
+
+def _plain_coefficients(x: Tensor, phi: Tensor, b: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
+    wide = _wide(x).flatten(-2)
+    mix = wide @ _wide(phi) / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    columns = zip(mix.split([4, 4, 16], -1), _wide(b).split([4, 4, 16]), alphas, strict=True)
+    pre, post, res = (part * _wide(alpha) + bias for part, bias, alpha in columns)
+    matrix = res.unflatten(-1, (4, 4)).softmax(-1) + 1e-6
+    for dim in (-2, *(-1, -2) * 19):
+        matrix = matrix / (matrix.sum(dim, keepdim=True) + 1e-6)
+    return pre.sigmoid(), 2 * post.sigmoid(), matrix
+
+
+def _plain_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+    x, f_out, h_post, h_res = map(_wide, (x, f_out, h_post, h_res))
+    return torch.einsum("...oi,...ic->...oc", h_res, x) + h_post[..., None] * f_out[..., None, :]
+
+
+def _attention_scores(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
+    """Of four heads in two groups, each of as many queries and keys as there are columns."""
+    return [2 * torch.randn(sizes.batch_size, 4, *2 * [sizes.width]), torch.randn(2, 2, 3, 3) / 4, torch.randn(2)], []
+
+
+def _plain_multi_token_attention(scores: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    probabilities = _wide(scores.masked_fill(later, -torch.inf)).softmax(-1)
+    return F.conv2d(probabilities.tril().to(scores.dtype), weight, bias, padding=1, groups=2).tril()
+
+
 # A budget of chunks makes at least two, however large it is.
 CASES = {
     "linear_cross_entropy": Case(
@@ -336,6 +373,23 @@ CASES = {
     ),
     "softmax": Case(lambda op, x: op(x), lambda x: _wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
     "sparsemax": Case(lambda op, x: op(x), _plain_sparsemax, _norm(1, 0)),
+    "multi_token_attention": Case(
+        lambda op, *tensors: op(*tensors, padding=1, groups=2), _plain_multi_token_attention, _attention_scores
+    ),
+    "mhc_coeffs": Case(lambda op, *tensors: op(*tensors), _plain_coefficients, _hyper_connections),
+    "mhc_pre": Case(
+        lambda op, *tensors: op(*tensors),
+        lambda x, h_pre: (_wide(h_pre)[..., None] * _wide(x)).sum(-2).to(x.dtype),
+        lambda sizes: ([_streams(sizes), torch.rand(*sizes[:2], 4)], []),
+    ),
+    "mhc_post_res": Case(
+        lambda op, *tensors: op(*tensors),
+        lambda x, *others: _plain_post_res(x, *others).to(x.dtype),
+        lambda sizes: (
+            [_streams(sizes), torch.randn(sizes[:3]), torch.rand(*sizes[:2], 4), torch.rand(*sizes[:2], 4, 4)],
+            [],
+        ),
+    ),
     "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),
     "moe_experts": Case(
         lambda op, x, gate_up, down, scores, index: op(x, gate_up, down, index, scores),

@@ -8,6 +8,8 @@ With S the support, all of the row for softmax,
     dx = y * (dy - sum(y * dy))            for softmax
     dx = dy - mean over S of dy, on S      for sparsemax, 0 elsewhere
 
+With a causal mask, rows are those of square matrices: columns after the diagonal are not read, and their results are 0.
+
 Saved: y. Sources: arXiv:1602.02068 (sparsemax).
 """
 
@@ -24,8 +26,11 @@ from liger_ops.autograd import differentiable
 from liger_ops.backend import RowLaunch
 
 
-def softmax_reference(x: Tensor, is_sparse: bool) -> Tensor:
+def softmax_reference(x: Tensor, is_sparse: bool, is_causal: bool = False) -> Tensor:
     """Softmax or sparsemax in plain PyTorch, in float32 or wider, rounded once; sparsemax by sorting."""
+    if is_causal:
+        future = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        return softmax_reference(x.masked_fill(future, -torch.inf), is_sparse).tril()  # also of a row with NaN
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if not is_sparse:
         return wide.softmax(dim=-1).to(x.dtype)
@@ -69,11 +74,12 @@ def _sparsemax(z):
 
 
 @triton.jit
-def _rows_of_tile(num_rows, num_columns, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Rows and columns of this program's tile, and which elements exist."""
+def _rows_of_tile(num_rows, num_columns, CAUSAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Rows and columns of this program's tile, which elements exist, and which of them are not masked."""
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     columns = tl.arange(0, BLOCK_SIZE)[None, :]
-    return rows, columns, (rows < num_rows) & (columns < num_columns)
+    exists = (rows < num_rows) & (columns < num_columns)
+    return rows, columns, exists, exists & (columns <= rows % num_columns) if CAUSAL else exists
 
 
 @backend.Kernel
@@ -84,11 +90,12 @@ def _forward_kernel(
     num_rows,
     num_columns,
     SPARSE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes BLOCK_ROWS rows."""
-    rows, columns, mask = _rows_of_tile(num_rows, num_columns, BLOCK_ROWS, BLOCK_SIZE)
+    rows, columns, exists, mask = _rows_of_tile(num_rows, num_columns, CAUSAL, BLOCK_ROWS, BLOCK_SIZE)
     x = tl.load(x_ptr + rows * x_row_stride + columns, mask=mask, other=float("-inf")).to(tl.float32)
     x = tl.where(rows < num_rows, x, 0.0)  # so that the maximum of rows that do not exist is finite
     z = x - tl.max(x, axis=1)[:, None]
@@ -97,7 +104,9 @@ def _forward_kernel(
     else:
         numerator = tl.exp(z)
         y = numerator / tl.sum(numerator, axis=1)[:, None]
-    tl.store(y_ptr + rows * num_columns + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if CAUSAL:
+        y = tl.where(mask, y, 0.0)  # also of a row with NaN
+    tl.store(y_ptr + rows * num_columns + columns, y.to(y_ptr.dtype.element_ty), mask=exists)
 
 
 @backend.Kernel
@@ -109,11 +118,12 @@ def _backward_kernel(
     num_rows,
     num_columns,
     SPARSE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes the gradient of BLOCK_ROWS rows."""
-    rows, columns, mask = _rows_of_tile(num_rows, num_columns, BLOCK_ROWS, BLOCK_SIZE)
+    rows, columns, exists, mask = _rows_of_tile(num_rows, num_columns, CAUSAL, BLOCK_ROWS, BLOCK_SIZE)
     y = tl.load(y_ptr + rows * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_y_ptr + rows * grad_y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if SPARSE:
@@ -122,10 +132,12 @@ def _backward_kernel(
         grad = tl.where(y == 0.0, 0.0, grad - mean) + (y - y)  # NaN where y is
     else:
         grad = y * (grad - tl.sum(grad * y, axis=1)[:, None])
-    tl.store(grad_x_ptr + rows * num_columns + columns, grad.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    if CAUSAL:
+        grad = tl.where(mask, grad, 0.0)
+    tl.store(grad_x_ptr + rows * num_columns + columns, grad.to(grad_x_ptr.dtype.element_ty), mask=exists)
 
 
-def _launch(kernel: Any, tensor: Tensor, name: str, is_sparse: bool, **others: Tensor) -> None:
+def _launch(kernel: Any, tensor: Tensor, name: str, is_sparse: bool, is_causal: bool, **others: Tensor) -> None:
     """Launches a kernel on all rows; ``tensor``, an argument of that name, need not be contiguous."""
     if tensor.numel() == 0:
         return
@@ -136,6 +148,7 @@ def _launch(kernel: Any, tensor: Tensor, name: str, is_sparse: bool, **others: T
         num_rows=rows.shape[0],
         num_columns=num_columns,
         SPARSE=is_sparse,
+        CAUSAL=is_causal,
         BLOCK_ROWS=launch.block_rows,
         BLOCK_SIZE=launch.block_size,
         num_warps=launch.num_warps,
@@ -144,21 +157,28 @@ def _launch(kernel: Any, tensor: Tensor, name: str, is_sparse: bool, **others: T
     )
 
 
-@backend.register_op("softmax_forward", fake=lambda x, is_sparse: [x.new_empty(x.shape)])
-def _softmax_forward(x: Tensor, is_sparse: bool) -> list[Tensor]:
+@backend.register_op("softmax_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
+def _softmax_forward(x: Tensor, is_sparse: bool, is_causal: bool) -> list[Tensor]:
     y = x.new_empty(x.shape)
-    _launch(_forward_kernel, x, "x", is_sparse, y_ptr=y)
+    _launch(_forward_kernel, x, "x", is_sparse, is_causal, y_ptr=y)
     return [y]
 
 
 @backend.register_op("softmax_backward", fake=lambda grad_y, y, *others: [y.new_empty(y.shape)])
-def _softmax_backward(grad_y: Tensor, y: Tensor, is_sparse: bool, needs: list[bool]) -> list[Tensor]:
+def _softmax_backward(grad_y: Tensor, y: Tensor, is_sparse: bool, is_causal: bool, needs: list[bool]) -> list[Tensor]:
     grad_x = y.new_empty(y.shape)
-    _launch(_backward_kernel, grad_y, "grad_y", is_sparse, y_ptr=y, grad_x_ptr=grad_x)
+    _launch(_backward_kernel, grad_y, "grad_y", is_sparse, is_causal, y_ptr=y, grad_x_ptr=grad_x)
     return [grad_x]
 
 
 _compute = differentiable("SoftmaxFunction", softmax_reference, _softmax_forward, _softmax_backward, keeps_inputs=False)
+
+
+def probabilities(x: Tensor, is_sparse: bool, is_causal: bool) -> Tensor:
+    """Softmax or sparsemax of ``[*, num_columns]``, whose last two dimensions are of one size if causal."""
+    if x.shape[-1] > MAX_COLUMNS:
+        return softmax_reference(x, is_sparse, is_causal)
+    return _compute(x, (is_sparse, is_causal))
 
 
 def _of_last_dim(input: Tensor, dim: int, is_sparse: bool) -> Tensor:
@@ -168,9 +188,7 @@ def _of_last_dim(input: Tensor, dim: int, is_sparse: bool) -> Tensor:
         raise wrong_value("input", "a tensor of at least one dimension, the last not empty", input)
     if dim not in (-1, input.dim() - 1):
         raise wrong_value("dim", f"the last one, -1 or {input.dim() - 1}", dim)
-    if input.shape[-1] > MAX_COLUMNS:
-        return softmax_reference(input, is_sparse)
-    return _compute(input, (is_sparse,))
+    return probabilities(input, is_sparse, False)
 
 
 def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> Tensor:

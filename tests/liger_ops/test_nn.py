@@ -127,6 +127,8 @@ SMALL = {
     "SwiGLU": ({"hidden_size": 4, "intermediate_size": 6, "bias": True}, (2, 4)),
     "GeGLU": ({"hidden_size": 4, "intermediate_size": 6, "approximate": "tanh"}, (2, 4)),
     "SparseMoE": ({"hidden_size": 4, "intermediate_size": 6, "num_experts": 5, "top_k": 2}, (2, 4)),
+    "MultiTokenAttention": ({"in_channels": 2, "out_channels": 4, "kernel_size": 3, "padding": 1}, (1, 2, 5, 5)),
+    "HyperConnection": ({"layer": nn.Tanh(), "num_streams": 3, "num_channels": 8, "tmax": 3}, (2, 3, 8)),
     "CrossEntropyLoss": (EXTRAS, (6, 7)),
     "LinearCrossEntropyLoss": ({**HEAD, **EXTRAS}, (6, 4)),
 }

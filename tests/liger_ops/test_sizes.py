@@ -1,6 +1,7 @@
 """Ops that are one differentiable function each: kernels against float64 at all sizes, layouts and options."""
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -70,6 +71,50 @@ def plain_poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + wide(bias)).to(x.dtype)
 
 
+def attend(
+    op: Callable[..., Tensor], scores: Tensor, weight: Tensor, bias: Tensor | None, spread: int, **options: Any
+) -> Tensor:
+    return op(scores, weight, bias, 1, (spread, 2 * spread), spread, scores.shape[1] // weight.shape[1], **options)
+
+
+def plain_attention(scores: Tensor, weight: Tensor, bias: Tensor | None, *options: Any, sparse: bool) -> Tensor:
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    y = softmax_reference(scores.masked_fill(later, -torch.inf), sparse)
+    parameters = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
+    return F.conv2d(y, *parameters, *options).masked_fill(later, 0.0)
+
+
+def num_columns(streams: Shape) -> int:
+    return streams[-2] * (streams[-2] + 2)
+
+
+def hyper_connection(
+    ops: SimpleNamespace, x: Tensor, phi: Tensor, b: Tensor, *alphas: Tensor | None, **options: Any
+) -> Tensor:
+    """A layer ``tanh``; without the last factor it is 1."""
+    factors = [b.new_ones(1) if alpha is None else alpha for alpha in alphas]
+    h_pre, h_post, h_res = ops.mhc_coeffs(x, phi * phi.shape[0] ** -0.5, b, *factors, **options)
+    return ops.mhc_post_res(x, ops.mhc_pre(x, h_pre).tanh(), h_post, h_res)
+
+
+def plain_coeffs(x: Tensor, phi: Tensor, b: Tensor, *alphas: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    n, rows = x.shape[-2], wide(x).flatten(-2)
+    mix = rows @ wide(phi) / (rows.square().mean(-1, keepdim=True) + options["rms_eps"]).sqrt()
+    parts = zip(mix.split([n, n, n * n], -1), wide(b).split([n, n, n * n]), alphas, strict=True)
+    pre, post, res = (part * wide(alpha) + bias for part, bias, alpha in parts)
+    matrix = res.unflatten(-1, (n, n)).softmax(-1) + options["sinkhorn_eps"]
+    for dim in (-2, *(options["tmax"] - 1) * (-1, -2)):
+        matrix = matrix / (matrix.sum(dim, keepdim=True) + options["sinkhorn_eps"])
+    return pre.sigmoid() + options["pre_eps"], options["post_mult"] * post.sigmoid(), matrix
+
+
+PLAIN_HYPER_CONNECTION = SimpleNamespace(
+    mhc_coeffs=plain_coeffs,
+    mhc_pre=lambda x, h_pre: (h_pre.unsqueeze(-1) * wide(x)).sum(-2).to(x.dtype),
+    mhc_post_res=lambda x, f, h_post, h_res: (h_res @ wide(x) + h_post.unsqueeze(-1) * wide(f).unsqueeze(-2)).to(
+        x.dtype
+    ),
+)
 ROWS = [(1, 1), (2, 3, 123), (9, 1031), (200, 64), (3, 5000), (2, 16384)]
 # Short rows share a tile; three tiles and more are walked over by the interpreter's few programs.
 SIZED = {
@@ -101,6 +146,23 @@ SIZED = {
         name: Sized(op, functools.partial(softmax_reference, is_sparse=name == "sparsemax"), lambda shape: [], ROWS)
         for name, op in (("softmax", liger_ops.softmax), ("sparsemax", liger_ops.sparsemax))
     },
+    "multi_token_attention": Sized(
+        functools.partial(attend, liger_ops.multi_token_attention),
+        functools.partial(attend, plain_attention),
+        lambda shape: [(shape[1], max(1, shape[1] // 2), 3, 5), shape[1:2]],
+        [(1, 1, 1, 1), (2, 4, 5, 5), (1, 2, 33, 33), (3, 2, 64, 64), (1, 2, 130, 130)],
+        {"spread": [1, 2], "sparse": [False, True]},
+    ),
+    "hyper_connection": Sized(
+        functools.partial(hyper_connection, liger_ops),
+        functools.partial(hyper_connection, PLAIN_HYPER_CONNECTION),
+        lambda shape: [(math.prod(shape[-2:]), num_columns(shape)), (num_columns(shape),), *3 * [(1,)]],
+        [(1, 1, 1), (2, 3, 4, 16), (3, 2, 123), (70, 4, 64), (5, 3, 31), (2, 15, 40), (1, 4, 5000)],
+        {
+            "tmax": [1, 2, 20], "rms_eps": [EPS], "pre_eps": [0.0, 0.25], "sinkhorn_eps": [0.0, 1e-6],
+            "post_mult": [2.0, 0.5],
+        },
+    ),
 }  # fmt: skip
 
 
