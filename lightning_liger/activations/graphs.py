@@ -50,6 +50,14 @@ class CudaBackend:
         self._stream = torch.cuda.Stream(device)
         self._pools = {name: torch.cuda.graph_pool_handle() for name in ("forward", "backward")}
 
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """A context on the stream of captures: autograd adds up a leaf's gradient where the leaf was first used."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     def capture(self, function: Callable[[], Any], pool: str) -> tuple[Callable[[], None], list[Tensor | None]]:
         """What replays ``function``, which does not run now, and the tensors that a replay fills."""
         graph = torch.cuda.CUDAGraph()
@@ -194,7 +202,7 @@ class LayerGraph:
         self._destinations = [each.detach() for each in self._inputs]
         self._body, self._arguments = _Body(layer, forward), inputs.with_tensors(self._inputs)
         self.grad_outputs: list[Tensor | None] = []  # where backward reads them, None for outputs without gradient
-        with backend.keep_random_state():  # compiles kernels and makes handles of libraries
+        with backend.keep_random_state(), backend.on_stream():  # compiles kernels and makes handles of libraries
             for place, each in enumerate(self._forward()):
                 buffer = gradients.setdefault((place, each.shape, each.dtype), torch.zeros_like(each))
                 self.grad_outputs.append(buffer if each.requires_grad else None)

@@ -49,6 +49,9 @@ class FakeBackend:
     def stream(self) -> Any:
         return None
 
+    def on_stream(self) -> Any:
+        return nullcontext()
+
     def keep_random_state(self) -> Any:
         return torch.random.fork_rng([])
 
