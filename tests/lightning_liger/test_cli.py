@@ -63,7 +63,7 @@ def trained(tmp_path, arguments, capsys) -> tuple[Path, list[str]]:
     printed = capsys.readouterr().out
     assert "fused kernels" in printed
     assert "Training summary" in printed
-    assert (tmp_path / "run" / "config.yaml").is_file()
+    assert len(list(tmp_path.glob("runs/tiny/tensorboard/*/config.yaml"))) == 1
     elsewhere = [each for each in arguments if "--data.path" not in each and "--data.cache_dir" not in each]
     return checkpoint, [*elsewhere, f"--data.cache_dir={tmp_path / 'other'}", f"--ckpt_path={checkpoint}"]
 

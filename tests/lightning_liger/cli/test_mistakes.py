@@ -47,7 +47,7 @@ OPTIONS = {
     "model.config.vocab_size=270": ("error: config['vocab_size'] must be at least 320, the number of tokens", "270"),
     "trainer.accelerator=gpu": ("trainer.accelerator is 'gpu', and PyTorch finds no GPU", "doctor` says why"),
     "trainer.callbacks=NoSuchCallback": ("trainer.callbacks", "NoSuchCallback"),
-    "trainer.default_root_dir=latin.yaml/runs": ("latin.yaml/runs",),
+    "trainer.default_root_dir=latin.yaml/runs --trainer.logger=true": ("latin.yaml/runs",),
     "model=LigerCasualLM": ("got 'LigerCasualLM' (did you mean 'LigerCausalLM'?)",),
     "model=torch.nn.Linear": ("model", "does not correspond to a subclass of LightningModule", "torch.nn.Linear"),
     "model.learning_rat=1": ("model.learning_rat is not an option of LigerCausalLM (did you mean 'learning_rate'?)",),
