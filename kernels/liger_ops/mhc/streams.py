@@ -233,7 +233,7 @@ def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Ten
         A contiguous tensor of x's shape and dtype.
 
     Raises:
-        As :func:`mhc_pre`.
+        TypeError, ValueError: As :func:`mhc_pre`.
     """
     check_floating_tensors("x", x, optional=False, f_out=f_out, h_post=h_post, h_res=h_res)
     check_streams(x)
