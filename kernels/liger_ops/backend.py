@@ -223,6 +223,10 @@ _KNOWN_LAUNCHERS = {
 }
 
 
+_MAX_RECENT = 4096
+"""Launches of one kernel that are looked up by their numbers; as these may change in each step, few."""
+
+
 def _knows_launcher() -> bool:
     """Whether the installed Triton's launcher is one of ``_KNOWN_LAUNCHERS``."""
     return ".".join(triton.__version__.split(".")[:2]) in _KNOWN_LAUNCHERS
@@ -246,6 +250,8 @@ class Kernel:
         self.launch: Callable[..., None] = self._choose_launch
         # One entry for each kernel that Triton compiled, as many as its own cache has.
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        # The same by the numbers themselves: what Triton specializes on takes longer to tell than to look up.
+        self._recent: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def _choose_launch(self, num_programs: int, *, num_warps: int, **arguments: Any) -> None:
         """The first launch, which chooses how all others are done."""
@@ -269,27 +275,36 @@ class Kernel:
     def _write_launch(self) -> Callable[..., None]:
         """``launch`` for this kernel's parameters, as source code: a loop over them would cost more than the launch."""
         names = [parameter.name for parameter in self.jit.params]
-        lines, values, key = [], [], ["num_warps"]
+        lines, values, key, recent_key = [], [], ["num_warps"], ["num_warps"]
         for parameter in self.jit.params:
             name = parameter.name
             if parameter.is_constexpr:
                 values.append(name)
                 key.append(name)
+                recent_key.append(name)
             elif name.endswith("_ptr"):
                 lines.append(f"{name}_address = None if {name} is None else {name}.data_ptr()")
                 values.append(f"{name}_address")
                 # With its device, so that a tensor of another one is not found, and raises in ``_launch_by_triton``.
                 parts = f"{name}.dtype, {name}.get_device(), {name}_address & 15 == 0"
                 key.append(f"None if {name} is None else ({parts})")
+                recent_key.append(key[-1])
             else:
                 values.append(name)
                 key.append(f"specialization({name})")
+                recent_key += [name, f"{name}.__class__"]  # 1, 1.0 and True are equal
         lines += [
             f"device = {names[0]}.get_device()",
-            f"key = ({', '.join(key)})",
-            "found = compiled.get(key)",
+            f"recent_key = ({', '.join(recent_key)})",
+            "found = recent.get(recent_key)",
             "if found is None or device != current_device():",
-            f"    return launch_first(key, num_programs, num_warps, dict({', '.join(f'{n}={n}' for n in names)}))",
+            f"    key = ({', '.join(key)})",
+            "    found = compiled.get(key)",
+            "    if found is None or device != current_device():",
+            f"        return launch_first(key, num_programs, num_warps, dict({', '.join(f'{n}={n}' for n in names)}))",
+            f"    if len(recent) == {_MAX_RECENT}:",
+            "        recent.clear()",
+            "    recent[recent_key] = found",
             "run, function, metadata, _ = found",
             "stream = current_stream(device)",
             f"run(num_programs, 1, 1, stream, function, metadata, None, None, None, {', '.join(values)})",
@@ -300,6 +315,7 @@ class Kernel:
             "current_device": torch.cuda.current_device,
             "current_stream": triton.runtime.driver.active.get_current_stream,
             "launch_first": self._launch_first,
+            "recent": self._recent,
             "specialization": _specialization,
         }
         exec(source, namespace)
@@ -360,7 +376,11 @@ def tanh(x):
 
 def empty_gradients(tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     """Memory for the gradients that are needed, contiguous."""
-    return [x.new_empty(x.shape) for x, needed in zip(tensors, needs, strict=False) if needed and x is not None]
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, needed in zip(tensors, needs, strict=False)
+        if needed and x is not None
+    ]
 
 
 def spread(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:

@@ -234,7 +234,7 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Of x's shape and order of dimensions in memory, without the gaps of a slice, and with unit stride."""
     x_out = torch.empty_like(x, dtype=dtype)
-    return x_out if x_out.stride(-1) == 1 else x_out.new_empty(x.shape)
+    return x_out if x_out.stride(-1) == 1 else torch.empty_like(x_out, memory_format=torch.contiguous_format)
 
 
 def _allocate(
@@ -272,18 +272,21 @@ def _rotary(
     q_out, k_out = _allocate(q, k, q_dtype, k_dtype, q_stride, k_stride)
     if q.numel() == 0 and k.numel() == 0:
         return q_out, k_out
-    q, k, cos, sin = (_with_unit_stride(tensor) for tensor in (q, k, cos, sin))
+    q, k, cos, sin = _with_unit_stride(q), _with_unit_stride(k), _with_unit_stride(cos), _with_unit_stride(sin)
     token_dim = 3 - heads_dim
-    batch_size, seq_len, head_dim = q.shape[0], q.shape[token_dim], q.shape[3]
-    num_heads, num_kv_heads = q.shape[heads_dim], k.shape[heads_dim]
-    rotary_dim = cos.shape[-1]
+    shape = q.shape
+    batch_size, seq_len, head_dim = shape[0], shape[token_dim], shape[3]
+    num_heads, num_kv_heads = shape[heads_dim], k.shape[heads_dim]
+    max_positions, rotary_dim = cos.shape[-2:]
     block_heads, block_half, num_warps = choose_launch(max(num_heads, num_kv_heads), rotary_dim)
 
     def strides(x: Tensor) -> tuple[int, int, int]:
-        return x.stride(0), x.stride(token_dim), x.stride(heads_dim)
+        found = x.stride()
+        return found[0], found[token_dim], found[heads_dim]
 
     def table_strides(x: Tensor) -> tuple[int, int]:
-        return x.stride(0) if x.dim() > 2 and x.shape[0] > 1 else 0, x.stride(-2)
+        found = x.stride()
+        return found[0] if len(found) > 2 and x.shape[0] > 1 else 0, found[-2]
 
     position_ids_strides = (0, 0)
     if position_ids is not None:
@@ -308,14 +311,14 @@ def _rotary(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         seq_len=seq_len,
-        max_positions=cos.shape[-2],
+        max_positions=max_positions,
         INVERSE=inverse,
         INTERLEAVED=interleaved,
         HALF_DIM=rotary_dim // 2,
         REST_DIM=head_dim - rotary_dim,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        BLOCK_REST=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+        BLOCK_REST=backend.next_power_of_2(max(head_dim - rotary_dim, 1)),
         num_warps=num_warps,
     )
     return q_out, k_out

@@ -46,6 +46,12 @@ def choose_tile_size(num_tokens: int, bytes_per_token: int) -> int:
     return size + -size % _ROW_MULTIPLE
 
 
+def may_run_in_tiles() -> bool:
+    """Whether :func:`run_in_tiles` may do so here: in a layer that is recomputed in backward."""
+    run = None if torch.compiler.is_compiling() else current_run()
+    return run is not None and run.mode not in ("store", "cheap")
+
+
 def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> Tensor:
     """``compute(module, x)``: in tiles if ``x`` is long and its layer is recomputed in backward, else at once.
 
@@ -58,8 +64,8 @@ def run_in_tiles(compute: Compute, module: nn.Module, x: Tensor, width: int) -> 
         x: ``[..., hidden_size]``.
         width: Columns of the widest intermediate tensor.
     """
-    run = None if torch.compiler.is_compiling() else current_run()
-    if run is None or run.mode in ("store", "cheap"):
+    run = current_run() if may_run_in_tiles() else None
+    if run is None:
         return compute(module, x)
     num_tokens = x.shape[:-1].numel()
     dtype = backend.autocast_dtype(x.device.type) or x.dtype
@@ -123,7 +129,9 @@ def _run(compute: Compute, module: nn.Module, x: Tensor, tile_size: int, places:
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs hooks of its own."""
     # Private to torch, which has no public way to see them.
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _find_places(module: nn.Module) -> dict[Tensor, list[Place]] | None:

@@ -83,10 +83,13 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 def _allocate(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, hidden_size: int, casting: str, centered: bool
 ) -> list[Tensor]:
-    total = [] if residual is None else [x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))]
-    y = x.new_empty(x.shape, dtype=_output_dtype(total[0].dtype if total else x.dtype, weight, casting))
-    statistics = x.new_empty((1 + centered, x.numel() // hidden_size), dtype=torch.float32)
-    return [y, statistics, *total]
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    # Not new_empty, which takes twice as long.
+    y = torch.empty_like(x, dtype=_output_dtype(dtype, weight, casting), memory_format=torch.contiguous_format)
+    statistics = torch.empty((1 + centered, x.numel() // hidden_size), dtype=torch.float32, device=x.device)
+    if residual is None:
+        return [y, statistics]
+    return [y, statistics, torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)]
 
 
 @backend.register_op(
@@ -114,13 +117,14 @@ def _row_norm_forward(
         return results
     rows, row_stride = _as_rows(x, hidden_size)
     residual_rows, residual_row_stride = _as_rows(residual, hidden_size)
+    element_size, hardware = x.element_size(), backend.hardware(x.device)
     launch = choose_forward_launch(
         hidden_size,
-        x.element_size(),
-        backend.hardware(x.device).multiprocessors,
+        element_size,
+        hardware.multiprocessors,
         centered=centered,
-        input_bytes=x.element_size() + (0 if residual is None else residual.element_size()),
-        shared_bytes=backend.hardware(x.device).ahead_bytes,
+        input_bytes=element_size + (0 if residual is None else residual.element_size()),
+        shared_bytes=hardware.ahead_bytes,
     )
     forward_kernel.launch(
         launch.num_programs(num_rows),
@@ -175,13 +179,14 @@ def _row_norm_backward(
     rows, row_stride = _as_rows(x, hidden_size)
     grad_y_rows, grad_y_row_stride = _as_rows(grad_y, hidden_size)
     grad_total_rows, grad_total_row_stride = _as_rows(grad_total, hidden_size)
+    hardware = backend.hardware(x.device)
     launch = choose_backward_launch(
         hidden_size,
         max(x.element_size(), grad_y.element_size()),
-        backend.hardware(x.device).multiprocessors,
+        hardware.multiprocessors,
         num_inputs=2 if grad_total is None else 3,
         num_sums=num_sums,
-        shared_bytes=backend.hardware(x.device).ahead_bytes,
+        shared_bytes=hardware.ahead_bytes,
     )
     num_blocks = -(-hidden_size // launch.block_size)  # triton.cdiv takes microseconds
     num_parts = launch.num_programs(num_rows)

@@ -112,11 +112,14 @@ def forward_of_tensors(
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) + len(kwargs) != num_tensors or kwargs.keys() != {*names[len(args) :]}:
-            return other(self, *args, **kwargs)
-        tensors = (*args, *(kwargs[name] for name in names[len(args) :]))
-        if any(each is None or isinstance(each, DTensor) for each in tensors):  # the fused ops have no sharding rules
-            return other(self, *tensors)
+        tensors = args
+        if kwargs or len(args) != num_tensors:
+            if len(args) + len(kwargs) != num_tensors or kwargs.keys() != {*names[len(args) :]}:
+                return other(self, *args, **kwargs)
+            tensors = (*args, *(kwargs[name] for name in names[len(args) :]))
+        for each in tensors:  # a loop, which is faster than a generator
+            if each is None or isinstance(each, DTensor):  # the fused ops have no sharding rules
+                return other(self, *tensors)
         return function(self, *tensors)
 
     return forward

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from liger_ops.fp8.gated_mlp import scaled_gated_mlp
 from lightning_liger.activations.frames import end_recomputation_with
-from lightning_liger.activations.tiles import has_hooks, run_in_tiles
+from lightning_liger.activations.tiles import has_hooks, may_run_in_tiles, run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
     Randoms,
@@ -102,7 +102,7 @@ class MLPReplacement(_GatedReplacement):
         return {"forward": forward_of_tensors(original, run)}
 
     def _run(self, module: nn.Module, x: Tensor) -> Tensor:
-        sizes = _sizes(getattr(module, self.down))
+        sizes = _sizes(getattr(module, self.down)) if may_run_in_tiles() else None
         return self._compute(module, x) if sizes is None else run_in_tiles(self._compute, module, x, width=sizes[0])
 
     def _compute(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -123,13 +123,14 @@ class MLPReplacement(_GatedReplacement):
 
     def _compute_in_float8(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The output of ``down``, if all projections are converted by one recipe and have no biases, else None."""
-        if self.gate_multiplier is not None or self.output_multiplier is not None:
+        first = layers_of(getattr(module, self.gate))
+        if first is None or self.gate_multiplier is not None or self.output_multiplier is not None:
             return None
         activation = _FLOAT8_ACTIVATIONS.get(self.activation)
         inputs = [getattr(module, name) for name in (self.gate, self.up) if name is not None]
         down = getattr(module, self.down)
-        first, last = layers_of(inputs[0]), layers_of(down)
-        if activation is None or first is None or last is None or self.inner_dropout is not None:
+        last = layers_of(down)
+        if activation is None or last is None or self.inner_dropout is not None:
             return None
         projections = [*inputs, down]
         options = first.recipe.options
@@ -166,8 +167,10 @@ class MLPReplacement(_GatedReplacement):
 
 def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
     """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
-    skipped = (child for name, child in module.named_children() if name not in called)
-    return any(has_hooks(child) or "forward" in vars(child) for child in skipped)
+    for name, child in module._modules.items():  # not named_children, which takes as long as a kernel's launch
+        if child is not None and name not in called and (has_hooks(child) or "forward" in vars(child)):
+            return True
+    return False
 
 
 def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> nn.Module:

@@ -43,7 +43,8 @@ class NormReplacement(Replacement):
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
     def normalize(self, module: nn.Module, x: Tensor) -> Tensor:
-        weight, bias = (None if name is None else getattr(module, name) for name in (self.weight, self.bias))
+        weight = None if self.weight is None else getattr(module, self.weight)
+        bias = None if self.bias is None else getattr(module, self.bias)
         eps = self.eps_of(module)
         shape = x.shape[-1:] if weight is None else weight.shape
         if self.casting is not None:

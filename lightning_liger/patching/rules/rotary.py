@@ -47,27 +47,27 @@ class RotaryForm:
 
     def covers(self, arguments: dict[str, Any]) -> bool:
         """Whether :func:`liger_ops.apply_rotary` computes this call."""
-        names = (*self.tensors, "cos", "sin")
-        tensors = [tensor for tensor in map(arguments.get, names) if isinstance(tensor, Tensor)]
-        if len(tensors) < len(names):
+        shapes = {}
+        heads_dim = self.heads_dim
+        for name, value in arguments.items():  # loops, which are faster than generators
+            if name in self.tensors or name in ("cos", "sin"):
+                if not isinstance(value, Tensor):
+                    return False
+                shapes[name] = value.shape
+            elif name == "unsqueeze_dim":
+                heads_dim = value
+            elif value is not None:
+                return False
+        table = shapes.pop("cos", None)
+        if table is None or shapes.pop("sin", None) != table or len(table) != 3 or heads_dim not in (1, 2):
             return False
-        *rotated, cos, sin = tensors
-        heads_dim = arguments.get("unsqueeze_dim", self.heads_dim)
-        others = arguments.keys() - {*self.tensors, "cos", "sin", "unsqueeze_dim"}
-        rotary_dim = cos.shape[-1] * (2 if self.tables.startswith(_ONE_COLUMN_A_PAIR) else 1)
-        return (
-            all(arguments[name] is None for name in others)
-            and heads_dim in (1, 2)
-            and cos.dim() == 3
-            and cos.shape == sin.shape
-            and all(
-                x.dim() == 4
-                and cos.shape[0] in (1, x.shape[0])
-                and cos.shape[1] == x.shape[3 - heads_dim]
-                and (rotary_dim == x.shape[-1] or (self.partial and rotary_dim < x.shape[-1]))
-                for x in rotated
-            )
-        )
+        rotary_dim = table[-1] * (2 if self.tables.startswith(_ONE_COLUMN_A_PAIR) else 1)
+        for shape in shapes.values():
+            if len(shape) != 4 or table[0] not in (1, shape[0]) or table[1] != shape[3 - heads_dim]:
+                return False
+            if rotary_dim != shape[-1] and not (self.partial and rotary_dim < shape[-1]):
+                return False
+        return len(shapes) == len(self.tensors)
 
     def __call__(self, arguments: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         lay_out = _TABLES[self.tables]
@@ -152,16 +152,18 @@ def _fused(function: Callable[..., Any], form: RotaryForm) -> Callable[..., Any]
     """``function``, fused for the calls that :func:`liger_ops.apply_rotary` can compute."""
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)
+    known = set(names)
     defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) > len(names) or not arguments.keys() <= set(names):
+        if len(args) > len(names) or not arguments.keys() <= known:
             return function(*args, **kwargs)
-        frequencies = arguments.pop(_COMPLEX, None)
-        if isinstance(frequencies, Tensor) and frequencies.is_complex():
-            arguments |= {"cos": frequencies.real, "sin": frequencies.imag}
+        if _COMPLEX in known:
+            frequencies = arguments.pop(_COMPLEX, None)
+            if isinstance(frequencies, Tensor) and frequencies.is_complex():
+                arguments |= {"cos": frequencies.real, "sin": frequencies.imag}
         return form(arguments) if form.covers(arguments) else function(*args, **kwargs)
 
     return apply
