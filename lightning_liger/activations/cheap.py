@@ -22,11 +22,16 @@ _CAST = "ToCopyBackward0"
 
 def count_writes(tensor: Tensor) -> int:
     """The number of writes to a tensor so far; always 0 of those made in inference mode, which do not count them."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 class Kept:
     """A tensor that stays in memory."""
+
+    __slots__ = ("num_writes", "tensor")  # one for each saved tensor
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -31,6 +31,7 @@ from liger_ops.recipes import listening
 from lightning_liger.activations.cheap import CheapTensors, Kept
 from lightning_liger.activations.frames import Frame, tensors_in
 from lightning_liger.activations.offload import HostMemory, Offloaded
+from lightning_liger.activations.pace import Pace
 from lightning_liger.subclasses import made_subclass
 
 Mode = Literal["store", "cheap", "recompute", "offload"]
@@ -68,6 +69,7 @@ class ControlledLayers:
         has_run: Whether any of them ran, other than compiled.
         graphs: None, or the :class:`~lightning_liger.activations.graphs.LayerGraphs` that run the layers.
         compiled: None, or what makes a compiled function of the forward of a class of layers.
+        pace: None, or what says when cheap tensors are kept; without an observer and without graphs.
         observer: None, or what layers tell, on the host, in the order of execution: ``forward_starts(index,
             num_tokens)`` of the first input's rows, and in backward, before and after a layer runs again,
             ``recompute_starts(index)``, which returns whether to measure, and ``recompute_ends(index)``.
@@ -80,6 +82,7 @@ class ControlledLayers:
     has_run: bool = False
     graphs: Any = None
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    pace: Pace | None = None
     observer: Any = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     _host_memory: Callable[[torch.device], HostMemory] = field(default_factory=lambda: functools.cache(HostMemory))
@@ -124,10 +127,16 @@ class ControlledLayers:
         if mode == "store" or (mode == "cheap" and self.compiled):  # the compiler decides what it keeps
             return run(*args, **kwargs)
         if mode == "cheap":
+            num_tokens = first.shape[:-1].numel()
+            pace = self.pace if self.observer is None and self.graphs is None else None
+            if pace is not None and pace.keeps(num_tokens):
+                return run(*args, **kwargs)
             cheap = CheapTensors(first.device.type)
             with listening(cheap.listener), saved_tensors_hooks(cheap.pack, _unpack):
                 outputs = run(*args, **kwargs)
             run.sizes.cheap = cheap.dropped_bytes
+            if pace is not None and index == len(self.layers) - 1:
+                pace.pass_ends(num_tokens, sum(each.cheap for each in self.sizes))
             return outputs
         return Frame(layer, run, self._offload if mode == "offload" and first.is_cuda else Kept).run(args, kwargs)
 

@@ -16,6 +16,7 @@ from torch.nn import Module
 from liger_ops.arguments import check_bool, check_number, shown, wrong_type, wrong_value
 from lightning_liger.activations.graphs import CudaBackend, LayerGraphs
 from lightning_liger.activations.layers import ControlledLayers, control_layers, find_layers
+from lightning_liger.activations.pace import pace_of
 from lightning_liger.activations.plan import Plan
 from lightning_liger.activations.planner import AllRanks, Budget, Planner
 from lightning_liger.activations.profile import CudaMemory
@@ -101,6 +102,7 @@ class ActivationControl:
             return
         self.controlled.add(controlled)
         controlled.observer = None
+        controlled.pace = pace_of(device)
         if self.captures:
             controlled.graphs = LayerGraphs(CudaBackend(device), len(controlled.layers))
         if self.budget is None:
@@ -166,8 +168,9 @@ class ActivationControl:
 
     @property
     def plan(self) -> str:
-        """The plan for the budget, what is captured and compiled, in words, empty without any."""
+        """The plan for the budget, what is captured, kept and compiled, in words, empty without any."""
         captured = [each.graphs.summary for each in self.controlled if each.graphs]
+        captured += [each.pace.summary for each in self.controlled if each.pace]
         return "; ".join(
             filter(None, [*(planner.line for planner in self.planners), *captured, self.compilation.summary])
         )
