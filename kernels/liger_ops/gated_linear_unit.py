@@ -181,7 +181,7 @@ def _gated_unit_backward_kernel(
 def _as_rows(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int], int, int]:
     """Tensors of one shape as rows, copied only where they must be: tensors, row strides, rows and columns."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if all([tensor.is_contiguous() for tensor in given]):  # a list, which is faster than a generator
+    if all(tensor.is_contiguous() for tensor in given):
         return list(tensors), [0] * len(tensors), 1, given[0].numel()  # one long row leaves no remainders
     num_columns = given[0].shape[-1]
     rows = [None if tensor is None else backend.as_rows(tensor, num_columns) for tensor in tensors]
