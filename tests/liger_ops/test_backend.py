@@ -329,6 +329,46 @@ def test_launch_keys_tell_apart_what_triton_does() -> None:
         assert len({triton_key for triton_key, other in found if other == key}) == 1, key
 
 
+def test_numbers_that_are_equal_share_what_was_compiled_only_if_triton_would(
+    kernel: backend.Kernel, runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_MAX_RECENT", 5)
+    compiled: list[Any] = []
+
+    def launch(*_: Any, **arguments: Any) -> Any:
+        compiled.append(arguments)
+        return SimpleNamespace(run=lambda *_: runs.append(arguments), function="function", packed_metadata="metadata")
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "__getitem__", lambda *_: launch)
+    x, y = torch.zeros(BLOCK_SIZE + 4), torch.zeros(BLOCK_SIZE, dtype=torch.float64)
+    names = ("start", "number", "factor", "pair")
+    kinds: dict[Any, Any] = {}
+    rng = random.Random(0)
+    for _ in range(2000):
+        values = [rng.choice([0, 1, 1.0, 16, 16.0, 17, LONG, None]) for _ in range(3)]
+        values.append(rng.choice([(1, 16), (16, 1), (17, 33)]))
+        tensor = x[rng.choice([0, 1]) :]
+        kind = (tensor.data_ptr() % 16 == 0, *map(backend._specialization, values))
+        runs.clear()
+        kernel.launch(
+            3,
+            num_warps=1,
+            y_ptr=y,
+            x_ptr=tensor,
+            other_ptr=None,
+            SIGN=1,
+            BLOCK=16,
+            **dict(zip(names, values, strict=True)),
+        )
+        if kind in kinds:
+            assert runs == [kinds[kind]]
+        else:
+            assert not runs
+            kinds[kind] = compiled[-1]
+        assert len(kernel._recent) <= 5
+    assert len(compiled) == len(kinds) == len(kernel._compiled) > 100
+
+
 def test_launch_follows_its_arguments_in_any_order(kernel: backend.Kernel, triton_device: torch.device) -> None:
     calls = 4 * CALLS
     random.Random(0).shuffle(calls)
