@@ -322,6 +322,8 @@ def test_no_less_accurate_than_plain_pytorch(
             magnitude = case.case.magnitude if index == 0 or has_several else 0.0
             if index and results[0].shape == (1,):  # the gradient of one number, a sum of both signs over all others
                 magnitude = tensors.inputs[0].numel() ** 0.5
+            if index and case.op is liger_ops.moe_experts and dtype == torch.float32:
+                magnitude = 32.0  # gradients of weights are sums, of both signs and in another order, over tokens
             assert_as_accurate(f"result {index}", *results, magnitude=magnitude)
 
 
