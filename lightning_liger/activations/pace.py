@@ -55,4 +55,9 @@ def pace_of(device: torch.device) -> Pace | None:
     """For a device, None if nothing tells when it waits."""
     if device.type != "cuda":
         return None
-    return Pace(lambda: torch.cuda.current_stream(device).query(), lambda: torch.cuda.mem_get_info(device)[0])
+
+    def is_idle() -> bool:
+        # Whoever captures a step of their own may not ask.
+        return not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream(device).query()
+
+    return Pace(is_idle, lambda: torch.cuda.mem_get_info(device)[0])

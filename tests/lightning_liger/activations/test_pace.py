@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,6 +52,20 @@ def test_layers_stop_dropping_cheap_tensors_and_gradients_stay():
         assert_equal(outcome(model, False), expected)
         assert control.sizes[0].cheap == -1
     assert num_dropping > 50
+
+
+@pytest.mark.gpu
+def test_gpus_wait_or_do_not_and_captures_go_on():
+    pace = pace_of(torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    assert pace.is_idle()
+    assert 0 < pace.free_bytes() < torch.cuda.get_device_properties(0).total_memory
+    torch.cuda._sleep(10**9)
+    assert not pace.is_idle()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        assert not pace.is_idle()
 
 
 def test_nothing_tells_on_cpus():
