@@ -34,7 +34,7 @@ from liger_ops.gated_linear_unit import APPROXIMATIONS, gelu_mul, silu_mul
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, TokenLossOptions, TokenStats
-from liger_ops.mhc.layer import HyperConnection
+from liger_ops.mhc.streams import HyperConnection
 from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.router import moe_router
 from liger_ops.multi_token_attention import MultiTokenAttention
