@@ -332,13 +332,16 @@ def _specialization(value: Any) -> Any:
     return kind
 
 
-def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_op(
+    schema: str, fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated launcher as ``torch.ops.liger_ops.<name of schema>``.
 
     Args:
         schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``; of the name alone,
             the rest is made from the launcher's annotations.
         fake: Same signature as the launcher; allocates the outputs without computing them, for the compiler.
+        mutates: Arguments that the launcher writes to, if the schema is made from it.
 
     Returns:
         A function of the launcher's positional arguments, the first a tensor, that runs the op: through the dispatcher
@@ -347,7 +350,7 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
         name, has_arguments, _ = schema.partition("(")
-        _LIBRARY.define(schema if has_arguments else name + torch.library.infer_schema(launcher, mutates_args=()))
+        _LIBRARY.define(schema if has_arguments else name + torch.library.infer_schema(launcher, mutates_args=mutates))
         _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ops::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.liger_ops, name).default

@@ -239,11 +239,7 @@ def _gated_unit_backward(
     return gradients
 
 
-@backend.register_op(
-    "gated_unit_backward_(Tensor grad_y, Tensor(a!) gate, Tensor(b!)? up, str activation, bool packed,"
-    " float multiplier) -> ()",
-    fake=lambda *args: None,
-)
+@backend.register_op("gated_unit_backward_", fake=lambda *args: None, mutates=["gate", "up"])
 def _gated_unit_backward_in_place(
     grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float
 ) -> None:
