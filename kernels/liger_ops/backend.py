@@ -208,6 +208,23 @@ def _count_references(tensor: Tensor) -> tuple[int, ...]:
     return sys.getrefcount(tensor), num_uses, *storage_counts
 
 
+class HostNumber:
+    """An integer, or one on a device, ``[]``, that is copied in the background and waited for when it is read."""
+
+    def __init__(self, value: Tensor | int) -> None:
+        self._value = value
+        self._ready: torch.cuda.Event | None = None
+        if isinstance(value, Tensor) and value.is_cuda:
+            self._value = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(value, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(value.device))  # which may not be the current device's
+
+    def __int__(self) -> int:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return int(self._value)
+
+
 def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
     """``tensor`` as ``[num_rows, num_columns]`` with unit column stride: a view where possible, else a copy."""
     rows = tensor.reshape(-1, num_columns)

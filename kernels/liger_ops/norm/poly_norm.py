@@ -26,7 +26,6 @@ from liger_ops.norm.checks import as_number
 def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """PolyNorm in plain PyTorch, in float32 or wider, rounded once."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = bias.to(wide.dtype)
     for factor, power in zip(weight.to(wide.dtype), (wide * wide * wide, wide * wide, wide), strict=True):
         y = y + factor * (power * torch.rsqrt(power.square().mean(-1, keepdim=True) + eps))
