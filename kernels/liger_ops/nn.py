@@ -515,8 +515,7 @@ class LinearCrossEntropyLoss(nn.Module):
         out_features = as_integers("out_features", out_features)
         if any(size < 1 for size in out_features):
             raise wrong_value("out_features", "positive integers", out_features)
-        if weight is not None:
-            check_shape("weight", weight, (num_classes,), "num_classes")
+        check_shape("weight", weight, (num_classes,), "num_classes")
         check_integer("ignore_index", ignore_index, optional=True)
         TokenLossOptions.checked(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         if options is not None and not hasattr(options, "batch_chunk_size"):

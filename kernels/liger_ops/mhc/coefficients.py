@@ -17,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating_tensors, check_integer, check_number, check_shape, wrong_value
+from liger_ops.arguments import (
+    check_floating_tensors,
+    check_integer,
+    check_number,
+    check_shape,
+    check_single,
+    wrong_value,
+)
 from liger_ops.autograd import differentiable
 
 MAX_STREAMS = 15
@@ -298,9 +305,7 @@ def mhc_coeffs(
     n, num_channels = x.shape[-2:]
     check_shape("phi", phi, (n * num_channels, n * (n + 2)), "[n * num_channels, n * (n + 2)]")
     check_shape("b", b, (n * (n + 2),), "[n * (n + 2)]")
-    for name, alpha in alphas.items():
-        if alpha.dim() > 1 or alpha.numel() != 1:
-            raise wrong_value(name, "a tensor of shape [1] or []", alpha)
+    check_single(**alphas)
     check_options(tmax, post_mult, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps)
     scale = torch.cat([alpha.expand(size) for alpha, size in zip(alphas.values(), (n, n, n * n), strict=True)])
     options: Any = tmax, float(sinkhorn_eps)

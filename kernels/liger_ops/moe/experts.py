@@ -447,9 +447,8 @@ def _check_shapes(
     check_shape("gate_up", gate_up, shape, "down's")
     if gate_up.dtype != down.dtype:
         raise wrong_value("down", f"a tensor in gate_up's {gate_up.dtype}", down)
-    for name, bias, num_features in (("gate_up_bias", gate_up_bias, size), ("down_bias", down_bias, hidden_size)):
-        if bias is not None:
-            check_shape(name, bias, (num_experts, num_features), "the weight's")
+    check_shape("gate_up_bias", gate_up_bias, (num_experts, size), "the weight's")
+    check_shape("down_bias", down_bias, (num_experts, hidden_size), "the weight's")
     if index.dtype != torch.int64 or index.shape[:-1] != x.shape[:-1] or index.dim() != x.dim():
         raise wrong_value("top_k_index", f"an int64 tensor of [{', '.join(map(str, x.shape[:-1]))}, top_k]", index)
     check_shape("top_k_weights", weights, index.shape, "top_k_index's")

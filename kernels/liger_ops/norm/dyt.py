@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.arguments import check_floating_tensors, check_shape, check_single
 from liger_ops.autograd import differentiable
 from liger_ops.backend import RowLaunch, tanh
+from liger_ops.norm.checks import check_columns
 
 
 def dyt_reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
@@ -186,11 +187,8 @@ def dyt(input: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None)
     """
     check_floating_tensors("input", input, optional=False, alpha=alpha, gamma=gamma)
     check_floating_tensors("input", input, beta=beta)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise wrong_value("input", "a tensor of shape [*, hidden_size], hidden_size positive", input)
-    if alpha.dim() > 1 or alpha.numel() != 1:
-        raise wrong_value("alpha", "a tensor of shape [1] or []", alpha)
-    for name, parameter in (("gamma", gamma), ("beta", beta)):
-        if parameter is not None:
-            check_shape(name, parameter, input.shape[-1:], "hidden_size")
+    hidden_size = check_columns(input)
+    check_single(alpha=alpha)
+    check_shape("gamma", gamma, (hidden_size,), "hidden_size")
+    check_shape("beta", beta, (hidden_size,), "hidden_size")
     return _compute(input, alpha, gamma, beta, ())

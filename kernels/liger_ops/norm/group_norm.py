@@ -299,8 +299,7 @@ def group_norm(
         raise wrong_value("input", "a tensor of shape [batch_size, num_channels, *]", input)
     num_channels = input.shape[1]
     num_groups = as_num_groups(num_groups, num_channels)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != (num_channels,):
-            check_shape(name, parameter, (num_channels,), "num_channels")
+    check_shape("weight", weight, (num_channels,), "num_channels")
+    check_shape("bias", bias, (num_channels,), "num_channels")
     eps = as_number("eps", eps, at_least=0)
     return _compute(input, weight, bias, (num_groups, eps))

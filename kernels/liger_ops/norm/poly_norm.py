@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.arguments import check_floating_tensors, check_shape, check_single
 from liger_ops.autograd import differentiable
 from liger_ops.backend import RowLaunch
-from liger_ops.norm.checks import as_number
+from liger_ops.norm.checks import as_number, check_columns
 
 
 def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -212,11 +212,9 @@ def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) ->
         ValueError: If shapes or devices do not fit together, or eps is negative or not finite.
     """
     check_floating_tensors("input", input, optional=False, weight=weight, bias=bias)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise wrong_value("input", "a tensor of shape [*, hidden_size], hidden_size positive", input)
+    check_columns(input)
     check_shape("weight", weight, (3,))
-    if bias.dim() > 1 or bias.numel() != 1:
-        raise wrong_value("bias", "a tensor of shape [1] or []", bias)
+    check_single(bias=bias)
     eps = as_number("eps", eps, at_least=0)
     if input.shape[-1] > MAX_COLUMNS:
         return poly_norm_reference(input, weight, bias, eps)
