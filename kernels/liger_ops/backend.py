@@ -125,6 +125,21 @@ class RowLaunch:
         num_tiles = -(-num_rows // self.block_rows)
         return num_tiles if self.max_programs is None else min(num_tiles, self.max_programs)
 
+    def run(self, kernel: "Kernel", num_programs: int, tensors: dict[str, Tensor], **arguments: Any) -> None:
+        """Launches a kernel on all rows of ``tensors`` ``[*, num_columns]``, which may lie apart in memory."""
+        for name, tensor in tensors.items():
+            rows = as_rows(tensor, tensor.shape[-1])
+            arguments |= {f"{name}_ptr": rows, f"{name}_row_stride": rows.stride(0)}
+        kernel.launch(
+            num_programs,
+            num_rows=rows.shape[0],
+            num_columns=rows.shape[1],
+            BLOCK_ROWS=self.block_rows,
+            BLOCK_SIZE=self.block_size,
+            num_warps=self.num_warps,
+            **arguments,
+        )
+
 
 def has_autocast(device_type: str) -> bool:
     """Whether a kind of devices has autocast; PyTorch's own function cannot be traced before 2.13."""
