@@ -19,9 +19,6 @@ of the logits; backward multiplies it by the upstream gradient, which costs noth
 tokens, float16 logits (whose gradient could underflow before it meets the loss scale) and ``inplace_backward`` save the
 logits, and lse with its rounding error (8 bytes per token): float32 alone holds an lse of 12 to 5e-7, ten times the
 error of PyTorch's probabilities.
-
-Labels outside [0, V) other than ``ignore_index`` raise on the CPU and give a NaN loss and gradient on the GPU, where
-checking them would make the host wait for the device.
 """
 
 import warnings
