@@ -7,6 +7,7 @@ the dispatcher only when a tracer must see it: the compiler, or a dispatch mode 
 
 import contextlib
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -362,6 +363,17 @@ def _specialization(value: Any) -> Any:
     if kind is tuple:
         return tuple(map(_specialization, value))
     return kind
+
+
+def schema_of(fields: type) -> str:
+    """The fields of a NamedTuple as arguments in an op's schema."""
+
+    def annotated() -> None: ...
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in fields.__annotations__.items()]
+    annotated.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(annotated, mutates_args=()).rpartition(") -> ")[0].removeprefix("(")
 
 
 def register_op(
