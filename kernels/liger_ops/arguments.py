@@ -157,10 +157,17 @@ def check_floating(name: str, value: Any, *, optional: bool = False) -> None:
         raise wrong_type(name, f"{expected}{' or None' if optional else ''}", value)
 
 
-def check_shape(name: str, value: Tensor, shape: Collection[int], expected: str = "") -> None:
-    """Raises unless the tensor has ``shape``; ``expected`` says what the shape stands for."""
-    if tuple(value.shape) != tuple(shape):
+def check_shape(name: str, value: Tensor | None, shape: Collection[int], expected: str = "") -> None:
+    """Raises unless the tensor, if there is one, has ``shape``; ``expected`` says what the shape stands for."""
+    if value is not None and tuple(value.shape) != tuple(shape):
         raise wrong_value(name, f"a tensor of shape {tuple(shape)}{expected and f' ({expected})'}", value)
+
+
+def check_single(**tensors: Tensor) -> None:
+    """Raises unless each is one number, of shape ``[1]`` or ``[]``."""
+    for name, value in tensors.items():
+        if value.dim() > 1 or value.numel() != 1:
+            raise wrong_value(name, "a tensor of shape [1] or []", value)
 
 
 def check_same_device(name: str, tensor: Tensor, **others: Any) -> None:

@@ -7,6 +7,7 @@ the dispatcher only when a tracer must see it: the compiler, or a dispatch mode 
 
 import contextlib
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -125,6 +126,21 @@ class RowLaunch:
         num_tiles = -(-num_rows // self.block_rows)
         return num_tiles if self.max_programs is None else min(num_tiles, self.max_programs)
 
+    def run(self, kernel: "Kernel", num_programs: int, tensors: dict[str, Tensor], **arguments: Any) -> None:
+        """Launches a kernel on all rows of ``tensors`` ``[*, num_columns]``, which may lie apart in memory."""
+        for name, tensor in tensors.items():
+            rows = as_rows(tensor, tensor.shape[-1])
+            arguments |= {f"{name}_ptr": rows, f"{name}_row_stride": rows.stride(0)}
+        kernel.launch(
+            num_programs,
+            num_rows=rows.shape[0],
+            num_columns=rows.shape[1],
+            BLOCK_ROWS=self.block_rows,
+            BLOCK_SIZE=self.block_size,
+            num_warps=self.num_warps,
+            **arguments,
+        )
+
 
 def has_autocast(device_type: str) -> bool:
     """Whether a kind of devices has autocast; PyTorch's own function cannot be traced before 2.13."""
@@ -206,6 +222,23 @@ def _count_references(tensor: Tensor) -> tuple[int, ...]:
     num_uses = tensor._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
     storage_counts = sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
     return sys.getrefcount(tensor), num_uses, *storage_counts
+
+
+class HostNumber:
+    """An integer, or one on a device, ``[]``, that is copied in the background and waited for when it is read."""
+
+    def __init__(self, value: Tensor | int) -> None:
+        self._value = value
+        self._ready: torch.cuda.Event | None = None
+        if isinstance(value, Tensor) and value.is_cuda:
+            self._value = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(value, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(value.device))  # which may not be the current device's
+
+    def __int__(self) -> int:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return int(self._value)
 
 
 def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
@@ -332,13 +365,27 @@ def _specialization(value: Any) -> Any:
     return kind
 
 
-def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def schema_of(fields: type) -> str:
+    """The fields of a NamedTuple as arguments in an op's schema."""
+
+    def annotated() -> None: ...
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in fields.__annotations__.items()]
+    annotated.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(annotated, mutates_args=()).rpartition(") -> ")[0].removeprefix("(")
+
+
+def register_op(
+    schema: str, fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated launcher as ``torch.ops.liger_ops.<name of schema>``.
 
     Args:
         schema: The op's schema without its namespace, ``"name(Tensor x, float eps) -> Tensor"``; of the name alone,
             the rest is made from the launcher's annotations.
         fake: Same signature as the launcher; allocates the outputs without computing them, for the compiler.
+        mutates: Arguments that the launcher writes to, if the schema is made from it.
 
     Returns:
         A function of the launcher's positional arguments, the first a tensor, that runs the op: through the dispatcher
@@ -347,7 +394,7 @@ def register_op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
         name, has_arguments, _ = schema.partition("(")
-        _LIBRARY.define(schema if has_arguments else name + torch.library.infer_schema(launcher, mutates_args=()))
+        _LIBRARY.define(schema if has_arguments else name + torch.library.infer_schema(launcher, mutates_args=mutates))
         _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_ops::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.liger_ops, name).default

@@ -226,44 +226,29 @@ def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed
     return y
 
 
-@backend.register_op(
-    "gated_unit_backward",
-    fake=lambda grad_y, gate, up, *others: backend.empty_gradients((gate, up), others[-1]),
-)
-def _gated_unit_backward(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float, needs: list[bool]
-) -> list[Tensor]:
-    """Returns those gradients of gate (the packed tensor, if it is one) and up that are needed."""
-    gradients = backend.empty_gradients((gate, up), needs)
-    _launch_backward(grad_y, gate, up, activation, packed, multiplier, *backend.spread(gradients, needs))
-    return gradients
+def _backward_fake(grad_y: Tensor, gate: Tensor, up: Tensor | None, *others: Any) -> list[Tensor]:
+    *_, overwrite, needs = others
+    return [] if overwrite else backend.empty_gradients((gate, up), needs)
 
 
-@backend.register_op(
-    "gated_unit_backward_(Tensor grad_y, Tensor(a!) gate, Tensor(b!)? up, str activation, bool packed,"
-    " float multiplier) -> ()",
-    fake=lambda *args: None,
-)
-def _gated_unit_backward_in_place(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float
-) -> None:
-    """Writes the gradients of gate and up, both contiguous, over them."""
-    _launch_backward(grad_y, gate, up, activation, packed, multiplier, gate, up)
-
-
-def _launch_backward(
+def _gradients(
     grad_y: Tensor,
     gate: Tensor,
     up: Tensor | None,
     activation: str,
     packed: bool,
     multiplier: float,
-    grad_gate: Tensor | None,
-    grad_up: Tensor | None,
-) -> None:
-    """Writes the gradients that are not None, contiguous; of the packed tensor, if it is one, into ``grad_gate``."""
+    overwrite: bool,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Returns those gradients of gate (the packed tensor, if it is one) and up that are needed, contiguous.
+
+    With ``overwrite``, as the op that ends in an underscore has it, they are written over gate and up instead.
+    """
+    gradients = _backward_fake(grad_y, gate, up, overwrite, needs)
     if grad_y.numel() == 0:
-        return
+        return gradients
+    grad_gate, grad_up = (gate, up) if overwrite else backend.spread(gradients, needs)
     if packed and grad_gate is not None:
         gate, up = _halves(gate)
         grad_gate, grad_up = _halves(grad_gate)
@@ -286,6 +271,13 @@ def _launch_backward(
         BLOCK_SIZE=block_size,
         num_warps=num_warps,
     )
+    return gradients
+
+
+_gated_unit_backward = backend.register_op("gated_unit_backward", _backward_fake)(_gradients)
+_gated_unit_backward_in_place = backend.register_op("gated_unit_backward_", _backward_fake, mutates=["gate", "up"])(
+    _gradients
+)
 
 
 class GatedUnitFunction(torch.autograd.Function):
@@ -303,9 +295,9 @@ class GatedUnitFunction(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:2])
         (gate, up), is_free = backend.take_saved_tensors(ctx)
         if is_free and needs == [True, up is not None]:
-            _gated_unit_backward_in_place(grad_y, gate, up, *ctx.settings)
+            _gated_unit_backward_in_place(grad_y, gate, up, *ctx.settings, True, needs)
             return gate.detach(), None if up is None else up.detach(), None, None, None
-        gradients = _gated_unit_backward(grad_y, gate, up, *ctx.settings, needs)
+        gradients = _gated_unit_backward(grad_y, gate, up, *ctx.settings, False, needs)
         return *backend.spread(gradients, needs), None, None, None
 
 

@@ -78,8 +78,7 @@ def multi_token_attention(
     if weight.dim() != 4 or 0 in weight.shape or weight.shape[1] * groups != in_channels or weight.shape[0] % groups:
         expected = f"[out_channels, {in_channels} / groups, *kernel_size], out_channels a multiple of groups = {groups}"
         raise wrong_value("weight", f"a tensor of shape {expected}", weight)
-    if bias is not None:
-        check_shape("bias", bias, weight.shape[:1], "out_channels")
+    check_shape("bias", bias, weight.shape[:1], "out_channels")
     check_bool("sparse", sparse)
     strides, paddings = _as_pair("stride", stride, 1), _as_pair("padding", padding, 0)
     dilations = _as_pair("dilation", dilation, 1)

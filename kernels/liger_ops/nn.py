@@ -34,7 +34,7 @@ from liger_ops.gated_linear_unit import APPROXIMATIONS, gelu_mul, silu_mul
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, TokenLossOptions, TokenStats
-from liger_ops.mhc.layer import HyperConnection
+from liger_ops.mhc.streams import HyperConnection
 from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.router import moe_router
 from liger_ops.multi_token_attention import MultiTokenAttention
@@ -515,8 +515,7 @@ class LinearCrossEntropyLoss(nn.Module):
         out_features = as_integers("out_features", out_features)
         if any(size < 1 for size in out_features):
             raise wrong_value("out_features", "positive integers", out_features)
-        if weight is not None:
-            check_shape("weight", weight, (num_classes,), "num_classes")
+        check_shape("weight", weight, (num_classes,), "num_classes")
         check_integer("ignore_index", ignore_index, optional=True)
         TokenLossOptions.checked(IGNORE_INDEX, label_smoothing, softcap, logit_scale, z_loss_weight)  # raises
         if options is not None and not hasattr(options, "batch_chunk_size"):

@@ -137,37 +137,26 @@ def _backward_kernel(
     tl.store(grad_x_ptr + rows * num_columns + columns, grad.to(grad_x_ptr.dtype.element_ty), mask=exists)
 
 
-def _launch(kernel: Any, tensor: Tensor, name: str, is_sparse: bool, is_causal: bool, **others: Tensor) -> None:
-    """Launches a kernel on all rows; ``tensor``, an argument of that name, need not be contiguous."""
-    if tensor.numel() == 0:
-        return
-    num_columns = tensor.shape[-1]
-    rows, launch = backend.as_rows(tensor, num_columns), choose_launch(num_columns)
-    kernel.launch(
-        launch.num_programs(rows.shape[0]),
-        num_rows=rows.shape[0],
-        num_columns=num_columns,
-        SPARSE=is_sparse,
-        CAUSAL=is_causal,
-        BLOCK_ROWS=launch.block_rows,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
-        **{f"{name}_ptr": rows, f"{name}_row_stride": rows.stride(0)},
-        **others,
-    )
+def _launch(kernel: Any, rows: dict[str, Tensor], is_sparse: bool, is_causal: bool, **others: Tensor) -> None:
+    """Launches a kernel on all rows."""
+    (tensor,) = rows.values()
+    if tensor.numel():
+        launch = choose_launch(tensor.shape[-1])
+        num_programs = launch.num_programs(tensor.numel() // tensor.shape[-1])
+        launch.run(kernel, num_programs, rows, SPARSE=is_sparse, CAUSAL=is_causal, **others)
 
 
 @backend.register_op("softmax_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
 def _softmax_forward(x: Tensor, is_sparse: bool, is_causal: bool) -> list[Tensor]:
     y = x.new_empty(x.shape)
-    _launch(_forward_kernel, x, "x", is_sparse, is_causal, y_ptr=y)
+    _launch(_forward_kernel, {"x": x}, is_sparse, is_causal, y_ptr=y)
     return [y]
 
 
 @backend.register_op("softmax_backward", fake=lambda grad_y, y, *others: [y.new_empty(y.shape)])
 def _softmax_backward(grad_y: Tensor, y: Tensor, is_sparse: bool, is_causal: bool, needs: list[bool]) -> list[Tensor]:
     grad_x = y.new_empty(y.shape)
-    _launch(_backward_kernel, grad_y, "grad_y", is_sparse, is_causal, y_ptr=y, grad_x_ptr=grad_x)
+    _launch(_backward_kernel, {"grad_y": grad_y}, is_sparse, is_causal, y_ptr=y, grad_x_ptr=grad_x)
     return [grad_x]
 
 

@@ -208,4 +208,5 @@ def test_op_in_place_is_well_formed(triton_device: torch.device, packed: bool) -
     op = torch.ops.liger_ops.gated_unit_backward_.default
     gate, up = torch.randn(3, 8, device=triton_device), None if packed else torch.randn(3, 8, device=triton_device)
     grad_y = torch.randn(3, 4 if packed else 8, device=triton_device)
-    torch.library.opcheck(op, (grad_y, gate, up, "silu", packed, 0.5), test_utils=("test_schema", "test_faketensor"))
+    arguments = grad_y, gate, up, "silu", packed, 0.5, True, [True, not packed]
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

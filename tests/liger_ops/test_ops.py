@@ -293,7 +293,7 @@ def test_selective_checkpointing_can_keep_what_our_ops_computed(case: OpCase, tr
     assert_same(run(keeping, tensors), run(case.fused, tensors))
     once = [op for op, _ in record(case.fused, tensors)]
     assert [op for op, _ in record(keeping, tensors)] == once
-    assert len(record(checkpointed, tensors)) == len(once) + 1
+    assert len(record(checkpointed, tensors)) == len(once) + 1 + (case.op is liger_ops.mhc_coeffs)  # which is two ops
 
 
 # Results.

@@ -10,7 +10,6 @@ from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating_tensors
 from liger_ops.divergence.options import (
     IGNORED,
-    OPTIONS_SCHEMA,
     DivergenceOptions,
     check_tokens,
     flat_tokens,
@@ -51,7 +50,7 @@ def empty_results(
 
 @backend.register_op(
     "divergence(Tensor student, Tensor teacher, Tensor labels, Tensor? token_weight, str reduction,"
-    f" bool with_gradient, {OPTIONS_SCHEMA}) -> Tensor[]",
+    f" bool with_gradient, {backend.schema_of(DivergenceOptions)}) -> Tensor[]",
     fake=lambda student, teacher, labels, token_weight, reduction, with_gradient, *scalars: empty_results(
         labels, reduction, row_dtype(student, teacher), [(student, with_gradient, student.dtype)]
     ),

@@ -18,7 +18,6 @@ from liger_ops.arguments import check_choice, check_floating_tensors, check_inte
 from liger_ops.divergence.divergence import DivergenceFunction, empty_results, reduce_rows, scale_in_forward
 from liger_ops.divergence.options import (
     IGNORED,
-    OPTIONS_SCHEMA,
     DivergenceOptions,
     check_tokens,
     flat_tokens,
@@ -98,7 +97,7 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, Tensor? teacher_adapter_input,"
     " Tensor? teacher_adapter_weight, Tensor labels, Tensor? token_weight, Tensor? grad_losses, bool are_all_kept,"
     " SymInt chunk_size, ScalarType accumulate_dtype, ScalarType? logits_dtype, bool[] needs_gradient, str reduction,"
-    f" {OPTIONS_SCHEMA}) -> Tensor[]",
+    f" {backend.schema_of(DivergenceOptions)}) -> Tensor[]",
     fake=_fake_linear_divergence,
 )
 def _linear_divergence(*values: Any) -> list[Tensor]:

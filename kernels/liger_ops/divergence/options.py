@@ -92,13 +92,6 @@ class DivergenceOptions(NamedTuple):
         return Transform(scale / self.temperature, None if softcap is None else softcap / self.temperature)
 
 
-OPTIONS_SCHEMA = (
-    "str kind, float beta, float temperature, bool t_squared, float? softcap, float logit_scale,"
-    " float? teacher_softcap, float teacher_logit_scale"
-)
-"""The options in the schema of an op."""
-
-
 def check_tokens(mask: Any, token_weight: Any, like: Tensor, shape: torch.Size, tokens_of: str) -> None:
     """Raises for masks and weights that are not one value for each token; ``tokens_of`` names what has the tokens."""
     check_tensor("mask", mask, optional=True)

@@ -158,11 +158,7 @@ def _halves(packed: Tensor, up_first: bool) -> tuple[Tensor, Tensor]:
     return (second, first) if up_first else (first, second)
 
 
-@backend.register_op(
-    "fp8_gated_rows_(Tensor gate_up, str activation, bool up_first, Tensor(a!) payload, Tensor(b!) scale,"
-    " Tensor(c!)? kept, Tensor(d!)? kept_scale) -> ()",
-    fake=lambda *args: None,
-)
+@backend.register_op("fp8_gated_rows_", fake=lambda *args: None, mutates=["payload", "scale", "kept", "kept_scale"])
 def _gated_rows(
     gate_up: Tensor,
     activation: str,
@@ -194,10 +190,9 @@ def _gated_rows(
 
 
 @backend.register_op(
-    "fp8_gated_rows_backward_(Tensor grad, Tensor gate_up, Tensor? kept_scale, Tensor channel_scale, str activation,"
-    " bool up_first, Tensor(a!) grad_payload, Tensor(b!) product, Tensor(c!) grad_scale, Tensor(d!) product_scale)"
-    " -> ()",
+    "fp8_gated_rows_backward_",
     fake=lambda *args: None,
+    mutates=["grad_payload", "product", "grad_scale", "product_scale"],
 )
 def _gated_rows_backward(
     grad: Tensor,

@@ -174,8 +174,7 @@ def scaled_linear(
         check_floating_tensors("x", x, weight=weight, optional=False)
         check_floating_tensors("x", x, bias=bias)
         check_linear(x, weight)
-        if bias is not None:
-            check_shape("bias", bias, weight.shape[:1], "one for each row of the weight")
+        check_shape("bias", bias, weight.shape[:1], "one for each row of the weight")
     result: tuple[Tensor, ...] = ScaledLinearFunction.apply(x, options, before_output, *weights, *biases)
     return result
 

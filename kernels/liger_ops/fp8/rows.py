@@ -154,11 +154,7 @@ def is_interpreted(tensor: Tensor) -> bool:
     return not tensor.is_cuda
 
 
-@backend.register_op(
-    "fp8_quantize_rows_(Tensor first, Tensor? second, Tensor? third, Tensor? channel_scale, Tensor(a!) payload,"
-    " Tensor(b!) scale) -> ()",
-    fake=lambda *args: None,
-)
+@backend.register_op("fp8_quantize_rows_", fake=lambda *args: None, mutates=["payload", "scale"])
 def _quantize_rows(
     first: Tensor,
     second: Tensor | None,

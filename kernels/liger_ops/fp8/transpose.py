@@ -155,9 +155,7 @@ def _transpose_kernel(
     tl.store(target_ptrs, tl.trans(x), mask=target_mask)
 
 
-@backend.register_op(
-    "fp8_transpose_(Tensor source, Tensor factor, bool inverse, Tensor(a!) target) -> ()", fake=lambda *args: None
-)
+@backend.register_op("fp8_transpose_", fake=lambda *args: None, mutates=["target"])
 def _transpose(source: Tensor, factor: Tensor, inverse: bool, target: Tensor) -> None:
     num_rows, num_columns = source.shape
     padded_rows = target.shape[1]

@@ -62,11 +62,8 @@ def linear_topk_log_probs(
         ids: Classes of each token, int64, ``[..., K]``. A class may occur more than once; gradients of its places add
             up. Negative ids are padding, for supports of different sizes: their log-probability is -inf, so that they
             add nothing to a sum of probabilities, and what reaches them in backward is ignored.
-        linear_bias: The head's bias, ``[vocab_size]``.
+        linear_bias, softcap, logit_scale, adapter: As for :func:`~liger_ops.linear_log_probs`.
         temperature: Divides the logits, after the soft cap.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
-        logit_scale: Factor of the logits.
-        adapter: A low-rank update of the logits, as :func:`~liger_ops.linear_cross_entropy` takes it.
         vocab_shard: Not supported; must be None.
         renormalize: Whether probabilities are those among the K classes. Then no other class is looked at: K rows of
             the head are read for each token. A class that occurs twice counts twice.

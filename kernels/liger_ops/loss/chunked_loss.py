@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_ops import backend
 from liger_ops.loss.options import Targets
 from liger_ops.loss.token_plan import mean_scale_of
 
@@ -123,18 +124,10 @@ class KeptTokens:
         self.order = order
         self.in_order = in_order or order is None
         self._chunks = chunks
-        self._ready: torch.cuda.Event | None = None
-        self._count = count
-        if isinstance(self._count, Tensor) and self._count.is_cuda:
-            on_device, self._count = self._count, torch.empty((), dtype=torch.int64, pin_memory=True)
-            self._count.copy_(on_device, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(on_device.device))  # which may not be the current device's
+        self._count = backend.HostNumber(count)
 
     def count(self) -> int:
         """How many tokens to visit, waiting for the device if it has not counted yet."""
-        if self._ready is not None:
-            self._ready.synchronize()
         return int(self._count)
 
     def chunks(self, num_tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:

@@ -19,9 +19,6 @@ of the logits; backward multiplies it by the upstream gradient, which costs noth
 tokens, float16 logits (whose gradient could underflow before it meets the loss scale) and ``inplace_backward`` save the
 logits, and lse with its rounding error (8 bytes per token): float32 alone holds an lse of 12 to 5e-7, ten times the
 error of PyTorch's probabilities.
-
-Labels outside [0, V) other than ``ignore_index`` raise on the CPU and give a NaN loss and gradient on the GPU, where
-checking them would make the host wait for the device.
 """
 
 import warnings
@@ -59,7 +56,7 @@ def _allocate(name: str, logits: Tensor) -> Tensor:
 
 @backend.register_op(
     "cross_entropy_forward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, str outputs,"
-    " int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
+    f" {backend.schema_of(TokenLossOptions)}) -> Tensor[]",
     fake=lambda logits, labels, class_weight, token_weight, outputs, *_: [
         _allocate(name, logits) for name in outputs.split(",")
     ],
@@ -93,8 +90,7 @@ def _cross_entropy_forward(
 
 @backend.register_op(
     "cross_entropy_backward(Tensor logits, Tensor labels, Tensor? class_weight, Tensor? token_weight, Tensor lse,"
-    " Tensor lse_error, Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale,"
-    " float z_loss_weight) -> Tensor",
+    f" Tensor lse_error, Tensor grad_scale, {backend.schema_of(TokenLossOptions)}) -> Tensor",
     fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 def _cross_entropy_backward(logits: Tensor, *values: Any) -> Tensor:

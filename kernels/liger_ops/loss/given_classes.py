@@ -150,10 +150,7 @@ def _launch_sums(rows: Tensor, index: Tensor, factors: Tensor, starts: Tensor) -
     return sums
 
 
-@backend.register_op(
-    "given_rows_sum(Tensor weight, Tensor ids, Tensor factors) -> Tensor",
-    fake=lambda weight, ids, factors: weight.new_empty(len(ids), weight.shape[1]),
-)
+@backend.register_op("given_rows_sum", fake=lambda weight, ids, factors: weight.new_empty(len(ids), weight.shape[1]))
 def rows_sum(weight: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
     """``sum_k factors[:, k] * weight[ids[:, k]]``, ``[num_tokens, width]``, of which no row is copied.
 
@@ -167,14 +164,13 @@ def rows_sum(weight: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
     return _launch_sums(weight, ids.flatten(), factors.flatten(), starts)
 
 
-@backend.register_op(
-    "given_logits(Tensor input, Tensor weight, Tensor ids, SymInt chunk_size) -> Tensor",
-    fake=lambda input, weight, ids, chunk_size: torch.empty_like(
-        ids, dtype=torch.promote_types(input.dtype, torch.float32)
-    ),
-)
+def _empty_logits(input: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -> Tensor:
+    return torch.empty_like(ids, dtype=torch.promote_types(input.dtype, torch.float32))
+
+
+@backend.register_op("given_logits", fake=_empty_logits)
 def _given_logits(input: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -> Tensor:
-    logits = torch.empty_like(ids, dtype=torch.promote_types(input.dtype, torch.float32))
+    logits = _empty_logits(input, weight, ids, chunk_size)
     if backend.runs_on_triton(input, weight) and logits.numel():
         input, weight = backend.as_rows(input, input.shape[1]), backend.as_rows(weight, weight.shape[1])
         _given_logits_kernel.launch(
@@ -200,8 +196,7 @@ def _given_logits(input: Tensor, weight: Tensor, ids: Tensor, chunk_size: int) -
 
 
 @backend.register_op(
-    "given_logits_grad_weight(Tensor grad_logits, Tensor input, Tensor ids, SymInt vocab_size, SymInt chunk_size)"
-    " -> Tensor",
+    "given_logits_grad_weight",
     fake=lambda grad_logits, input, ids, vocab_size, chunk_size: input.new_empty(vocab_size, input.shape[1]),
 )
 def _grad_weight(grad_logits: Tensor, input: Tensor, ids: Tensor, vocab_size: int, chunk_size: int) -> Tensor:

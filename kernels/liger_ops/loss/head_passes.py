@@ -29,7 +29,7 @@ from liger_ops.loss.vocab_parallel import VocabShard
 
 
 class ForwardArguments(NamedTuple):
-    """The arguments of the op of forward, in its schema's order."""
+    """The arguments of the op of forward."""
 
     input: Tensor  # [num_tokens, hidden_size]
     weight: Tensor  # [vocab_size, hidden_size]
@@ -173,16 +173,7 @@ def run_loop(
     return gradients
 
 
-_HEAD = "Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight"
-
-
-@backend.register_op(
-    f"linear_head({_HEAD}, Tensor? labels, Tensor? class_weight, Tensor? token_weight, Tensor? temperature,"
-    " Tensor? ids, SymInt chunk_size, ScalarType accumulate_dtype, SymInt? max_valid_tokens,"
-    " bool[] needs_gradient, str reduction, str outputs, str gradients, int ignore_index, float label_smoothing,"
-    " float? softcap, float logit_scale, float z_loss_weight) -> Tensor[]",
-    fake=_fake_forward,
-)
+@backend.register_op(f"linear_head({backend.schema_of(ForwardArguments)}) -> Tensor[]", fake=_fake_forward)
 def _forward_op(*values: Any) -> list[Tensor]:
     return _compute(*values)
 
@@ -198,7 +189,7 @@ def run_forward(
 
 
 class BackwardArguments(NamedTuple):
-    """The arguments of the op of backward, in its schema's order."""
+    """The arguments of the op of backward."""
 
     input: Tensor
     weight: Tensor
@@ -259,13 +250,7 @@ def _compute_gradients(
     return list(run_loop(arguments, tokens, to_gradient, saved, shard))
 
 
-@backend.register_op(
-    f"linear_head_backward({_HEAD}, Tensor labels, Tensor lse, Tensor lse_error, Tensor probability_factor,"
-    " Tensor label_term, Tensor? smoothing_term, Tensor? entropy_factor, Tensor? temperature, Tensor? kept,"
-    " Tensor? class_weight, Tensor? ids, Tensor? grad_given, SymInt chunk_size, ScalarType accumulate_dtype,"
-    " SymInt? max_valid_tokens, bool[] needs_gradient, float? softcap, float logit_scale) -> Tensor[]",
-    fake=_fake_backward,
-)
+@backend.register_op(f"linear_head_backward({backend.schema_of(BackwardArguments)}) -> Tensor[]", fake=_fake_backward)
 def _backward_op(*values: Any) -> list[Tensor]:
     return _compute_gradients(*values)
 

@@ -103,17 +103,10 @@ def linear_cross_entropy(
         target: Class indices, int64, ``[...]`` as ``input`` without its last dimension. Class probabilities, and heads
             of more dimensions, materialize the logits, as PyTorch does; ``chunk_bytes`` has no effect on them.
         linear_bias: The head's bias, ``[vocab_size]``.
-        weight: Class weights, ``[vocab_size]``; not differentiable.
-        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored, by their weight.
+        weight, reduction, label_smoothing, token_weight, softcap, logit_scale, z_loss_weight, return_stats: As for
+            :func:`~liger_ops.cross_entropy`.
         ignore_index: Label of tokens that contribute nothing and cost nothing; None means -100.
-        label_smoothing: Share of the target that is spread over all classes, between 0 and 1.
         options: PyTorch's ``LinearCrossEntropyOptions``; its ``batch_chunk_size`` and ``acc_dtype`` are followed.
-        token_weight: Factor of each token's loss, ``target``'s shape; the mean divides by its sum (times the labels'
-            class weights). Not differentiable.
-        softcap: Logits become ``softcap * tanh(logits / softcap)``, after scaling. None leaves them.
-        logit_scale: Factor of the logits.
-        z_loss_weight: Factor of ``lse ** 2``, added to each token's loss. Class weights do not apply to it; there may
-            be none in a mean.
         chunk_bytes: Budget for one chunk of logits, which never holds all tokens. By default chunks are chosen for
             speed on a GPU (see :func:`~liger_ops.loss.chunked_loss.default_chunk_size`), and 8 MiB on a CPU.
         accumulate_dtype: Dtype in which chunks' gradients of the head are summed. By default bfloat16 heads sum in
@@ -131,7 +124,6 @@ def linear_cross_entropy(
             ``linear_weight``, ``linear_bias`` and the adapter's weight are its rows. Everything else is the same on
             all ranks, with ``weight`` and the labels of the whole vocabulary. All ranks get the same loss and stats;
             logits are never gathered. Every rank has to call, and with ``reduction="none"`` to run backward.
-        return_stats: Whether to also return :class:`~liger_ops.TokenStats`.
 
     Returns:
         The loss in at least float32, with the stats (shaped as ``target``) on request. Under autocast the products run

@@ -51,10 +51,7 @@ def _launch(gradient: Tensor, factor: Tensor, scaled: Tensor) -> Tensor:
     return scaled
 
 
-@backend.register_op(
-    "scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor",
-    fake=lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype),
-)
+@backend.register_op("scale_gradient", fake=lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype))
 def _scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return _launch(gradient, factor, torch.empty_like(gradient, dtype=dtype))
 

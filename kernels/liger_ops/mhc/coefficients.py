@@ -4,237 +4,264 @@
     l = mix * scale + b, of which n columns are h_pre's, n h_post's, n * n h_res'
     h_pre = sigmoid(l) + pre_eps    h_post = post_mult * sigmoid(l)    h_res = sinkhorn(softmax(l) + sinkhorn_eps)
 
-Sinkhorn divides columns, then rows and columns tmax - 1 times, by their sum + sinkhorn_eps. Backward computes these
-divisors again, and finds each matrix from the one after it, times its divisors. With gl the gradient of l,
-
-    db = sum of gl    dscale = sum of gl * mix    dmix = gl * scale, see projection.py
-
-Saved: x, phi, b, scale, and mix and r in float32. Source: arXiv:2512.24880.
+Sinkhorn divides columns, then rows and columns tmax - 1 times, by their sum + sinkhorn_eps. Its backward computes these
+divisors again, and finds each matrix from the one after it, times its divisors. Products with phi, and mean(x**2), read
+x once in each direction; they accumulate in float32 and, if x and phi have one dtype, multiply in it. Between the two,
+n * (n + 2) numbers a token in float32, is plain PyTorch. Source: arXiv:2512.24880.
 """
 
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating_tensors, check_integer, check_number, check_shape, wrong_value
+from liger_ops.arguments import (
+    check_floating_tensors,
+    check_integer,
+    check_number,
+    check_shape,
+    check_single,
+    wrong_value,
+)
 from liger_ops.autograd import differentiable
-from liger_ops.mhc.projection import project, project_backward
-
-
-def mhc_coeffs_reference(
-    x: Tensor, phi: Tensor, b: Tensor, scale: Tensor,
-    tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-) -> Tensor:  # fmt: skip
-    """``[*, n * (n + 2)]``: h_pre, h_post and h_res in plain PyTorch, in float32 or wider."""
-    dtype = torch.float32
-    for each in (x, phi, b, scale):
-        dtype = torch.promote_types(dtype, each.dtype)
-    n, rows = x.shape[-2], x.to(dtype).flatten(-2)
-    with backend.without_autocast(x.device.type):
-        mix = (rows @ phi.to(dtype)) * torch.rsqrt(rows.square().mean(-1, keepdim=True) + rms_eps)
-    pre, post, res = (mix * scale.to(dtype) + b.to(dtype)).split([n, n, n * n], dim=-1)
-    matrix = res.unflatten(-1, (n, n)).softmax(-1) + sinkhorn_eps
-    matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
-    for _ in range(tmax - 1):
-        matrix = matrix / (matrix.sum(-1, keepdim=True) + sinkhorn_eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + sinkhorn_eps)
-    return torch.cat((pre.sigmoid() + pre_eps, post_mult * post.sigmoid(), matrix.flatten(-2)), dim=-1)
-
 
 MAX_STREAMS = 15
 """Whose columns fit tiles of 256: more run in PyTorch."""
 
 
-@triton.jit
-def _load_logits(mix_ptr, scale_ptr, b_ptr, row_offsets, columns, mask):
-    """``mix * scale + b`` of some columns, and mix and scale."""
-    mix = tl.load(mix_ptr + row_offsets + columns, mask=mask, other=0.0)
-    scale = tl.load(scale_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    return mix * scale + tl.load(b_ptr + columns, mask=mask, other=0.0).to(tl.float32), mix, scale
+def projection_reference(x: Tensor, phi: Tensor) -> Tensor:
+    """``[*, num_columns + 1]``: the product with phi, and the mean square, in float32 or wider."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, phi.dtype), torch.float32)
+    rows = x.to(dtype).flatten(-2)
+    with backend.without_autocast(x.device.type):
+        return torch.cat((rows @ phi.to(dtype), rows.square().mean(-1, keepdim=True)), dim=-1)
 
 
-@triton.jit
-def _softmax(logits, i, j, n):
-    """Over j, of the n * n first; 0 elsewhere."""
-    logits = tl.where((i < n) & (j < n), logits, float("-inf"))
-    numerator = tl.exp(logits - tl.where(i < n, tl.max(logits, axis=2, keep_dims=True), 0.0))
-    return numerator / tl.where(i < n, tl.sum(numerator, axis=2, keep_dims=True), 1.0)
+def sinkhorn_reference(matrix: Tensor, tmax: int, eps: float) -> Tensor:
+    """Matrices ``[*, n, n]``, divided in plain PyTorch."""
+    for dim in (-2, *(tmax - 1) * (-1, -2)):
+        matrix = matrix / (matrix.sum(dim, keepdim=True) + eps)
+    return matrix
 
 
 @backend.Kernel
-def _coefficients_kernel(
-    mix_ptr,  # [num_rows, n * (n + 2)], contiguous, as h
-    scale_ptr,  # [n * (n + 2)], contiguous
-    b_ptr,  # [n * (n + 2)], contiguous
-    h_ptr,
+def _project_kernel(
+    x_ptr,  # [num_rows, length], contiguous, as are all
+    phi_ptr,  # [length, num_columns], in whose dtype products multiply
+    y_ptr,  # [num_rows, num_columns + 1]
+    num_rows,
+    length,
+    num_columns,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """One program computes BLOCK_ROWS rows."""
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_ROWS, BLOCK_LENGTH], dtype=tl.float32)
+    for start in range(0, length, BLOCK_LENGTH):
+        inner = start + tl.arange(0, BLOCK_LENGTH)
+        x_mask = (rows < num_rows) & (inner[None, :] < length)
+        x = tl.load(x_ptr + rows * length + inner[None, :], mask=x_mask, other=0.0)
+        phi_mask = (inner[:, None] < length) & (columns < num_columns)
+        phi = tl.load(phi_ptr + inner[:, None] * num_columns + columns, mask=phi_mask, other=0.0)
+        total = tl.dot(x.to(phi.dtype), phi, total, input_precision="ieee")
+        wide = x.to(tl.float32)
+        squares += wide * wide
+    y_rows = y_ptr + rows * (num_columns + 1)
+    tl.store(y_rows + columns, total, mask=(rows < num_rows) & (columns < num_columns))
+    tl.store(y_rows + num_columns, tl.sum(squares, axis=1)[:, None] / length, mask=rows < num_rows)
+
+
+@backend.Kernel
+def _project_backward_kernel(
+    x_ptr,  # [num_rows, length], contiguous, as are all
+    phi_ptr,  # [length, num_columns], in whose dtype products multiply
+    grad_y_ptr,  # [num_rows, num_columns + 1]
+    grad_x_ptr,  # [num_rows, length], or None
+    parts_ptr,  # [num_parts, length, num_columns], of the gradient of phi, or None
+    num_rows,
+    length,
+    num_columns,
+    num_parts,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """One program takes BLOCK_LENGTH columns of x and every num_parts-th BLOCK_ROWS rows."""
+    part = tl.program_id(0) % num_parts
+    inner = (tl.program_id(0) // num_parts) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
+    columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    phi_offsets = inner[:, None] * num_columns + columns
+    phi_mask = (inner[:, None] < length) & (columns < num_columns)
+    phi = tl.load(phi_ptr + phi_offsets, mask=phi_mask, other=0.0)
+    total = tl.zeros([BLOCK_LENGTH, BLOCK_COLUMNS], dtype=tl.float32)
+    for start in range(part * BLOCK_ROWS, num_rows, num_parts * BLOCK_ROWS):
+        rows = (tl.cast(start, tl.int64) + tl.arange(0, BLOCK_ROWS))[:, None]
+        offsets = rows * length + inner[None, :]
+        x_mask = (rows < num_rows) & (inner[None, :] < length)
+        x = tl.load(x_ptr + offsets, mask=x_mask, other=0.0)
+        grad_rows = grad_y_ptr + rows * (num_columns + 1)
+        grad = tl.load(grad_rows + columns, mask=(rows < num_rows) & (columns < num_columns), other=0.0).to(phi.dtype)
+        if grad_x_ptr is not None:
+            slope = tl.load(grad_rows + num_columns, mask=rows < num_rows, other=0.0) * (2.0 / length)
+            grad_x = tl.dot(grad, tl.trans(phi), input_precision="ieee") + slope * x.to(tl.float32)
+            tl.store(grad_x_ptr + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=x_mask)
+        if parts_ptr is not None:
+            total = tl.dot(tl.trans(x.to(phi.dtype)), grad, total, input_precision="ieee")
+    if parts_ptr is not None:
+        tl.store(parts_ptr + tl.cast(part, tl.int64) * length * num_columns + phi_offsets, total, mask=phi_mask)
+
+
+def _project_arguments(x: Tensor, phi: Tensor) -> dict[str, Any]:
+    """What both kernels take: tiles of 32 rows and 8 KB of phi, but 16 columns at least, as products need."""
+    length, num_columns = phi.shape
+    dtype = x.dtype if x.dtype == phi.dtype else torch.float32
+    block_columns = max(16, backend.next_power_of_2(num_columns))
+    return {
+        "x_ptr": x.contiguous(),
+        "phi_ptr": phi.to(dtype).contiguous(),
+        "num_rows": x.numel() // length,
+        "length": length,
+        "num_columns": num_columns,
+        "BLOCK_ROWS": 32,
+        "BLOCK_LENGTH": max(16, 8192 // (block_columns * dtype.itemsize)),
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": 4,
+    }
+
+
+def _empty(x: Tensor, phi: Tensor) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-2], phi.shape[1] + 1), dtype=torch.float32)]
+
+
+@backend.register_op("mhc_project_forward", fake=_empty)
+def _project_forward(x: Tensor, phi: Tensor) -> list[Tensor]:
+    (y,) = _empty(x, phi)
+    if x.numel():
+        _project_kernel.launch(-(-x.shape[:-2].numel() // 32), y_ptr=y, **_project_arguments(x, phi))
+    return [y]
+
+
+@backend.register_op(
+    "mhc_project_backward", fake=lambda grad_y, x, phi, needs: backend.empty_gradients((x, phi), needs)
+)
+def _project_backward(grad_y: Tensor, x: Tensor, phi: Tensor, needs: list[bool]) -> list[Tensor]:
+    """Returns those gradients of x and phi that are needed; parts of phi's are added in a fixed order."""
+    gradients = backend.empty_gradients((x, phi), needs)
+    if not x.numel():
+        return [gradient.zero_() for gradient in gradients]
+    grad_x, grad_phi = backend.spread(gradients, needs)
+    arguments = _project_arguments(x, phi)
+    num_blocks = -(-phi.shape[0] // arguments["BLOCK_LENGTH"])
+    wanted = -(-2 * backend.hardware(x.device).multiprocessors // num_blocks)
+    num_parts = min(wanted, -(-arguments["num_rows"] // 32))
+    parts = None if grad_phi is None else x.new_empty((num_parts, *phi.shape), dtype=torch.float32)
+    tensors = {"grad_y_ptr": grad_y.contiguous(), "grad_x_ptr": grad_x, "parts_ptr": parts}
+    _project_backward_kernel.launch(num_blocks * num_parts, num_parts=num_parts, **tensors, **arguments)
+    if grad_phi is not None and parts is not None:
+        grad_phi.copy_(parts.sum(0))
+    return gradients
+
+
+@backend.Kernel
+def _sinkhorn_kernel(
+    matrix_ptr,  # [num_rows, n, n], contiguous, as y and its gradient
+    y_ptr,  # or the gradient of the matrix
+    grad_y_ptr,  # None in forward
     divisors_ptr,  # [num_rows, tmax, 2, n], of rows, 1 at first, and columns, or None
     num_rows,
     n,
     tmax,
-    pre_eps,
-    sinkhorn_eps,
-    post_mult,
+    eps,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STREAMS: tl.constexpr,
 ):
-    """One program computes BLOCK_ROWS rows."""
+    """One program divides BLOCK_ROWS matrices, and walks back where there is a gradient."""
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None, None]
     i, j = tl.arange(0, BLOCK_STREAMS)[None, :, None], tl.arange(0, BLOCK_STREAMS)[None, None, :]
-    offsets = rows * (n * (n + 2))
-    exists = (rows < num_rows) & (j < n)
-    pre, _, _ = _load_logits(mix_ptr, scale_ptr, b_ptr, offsets, j, exists)
-    tl.store(h_ptr + offsets + j, tl.sigmoid(pre) + pre_eps, mask=exists)
-    post, _, _ = _load_logits(mix_ptr, scale_ptr, b_ptr, offsets, n + j, exists)
-    tl.store(h_ptr + offsets + n + j, tl.sigmoid(post) * post_mult, mask=exists)
-    columns = 2 * n + i * n + j
-    logits, _, _ = _load_logits(mix_ptr, scale_ptr, b_ptr, offsets, columns, exists & (i < n))
-    matrix = tl.where((i < n) & (j < n), _softmax(logits, i, j, n) + sinkhorn_eps, 0.0)
+    i_mask, j_mask = (rows < num_rows) & (i < n), (rows < num_rows) & (j < n)
+    offsets, mask = (rows * n + i) * n + j, i_mask & j_mask
+    result = tl.load(matrix_ptr + offsets, mask=mask, other=0.0)
     for step in range(tmax):
-        of_rows = tl.where((i < n) & (step > 0), tl.sum(matrix, axis=2, keep_dims=True) + sinkhorn_eps, 1.0)
-        matrix = matrix / of_rows
-        of_columns = tl.where(j < n, tl.sum(matrix, axis=1, keep_dims=True) + sinkhorn_eps, 1.0)
-        matrix = matrix / of_columns
-        if divisors_ptr is not None:
+        of_rows = tl.where((i < n) & (step > 0), tl.sum(result, axis=2, keep_dims=True) + eps, 1.0)
+        result = result / of_rows
+        of_columns = tl.where(j < n, tl.sum(result, axis=1, keep_dims=True) + eps, 1.0)
+        result = result / of_columns
+        if grad_y_ptr is not None:
             divisors = divisors_ptr + (rows * tmax + step) * 2 * n
-            tl.store(divisors + i, of_rows, mask=(rows < num_rows) & (i < n))
-            tl.store(divisors + n + j, of_columns, mask=exists)
-    tl.store(h_ptr + offsets + columns, matrix, mask=exists & (i < n))
+            tl.store(divisors + i, of_rows, mask=i_mask)
+            tl.store(divisors + n + j, of_columns, mask=j_mask)
+    if grad_y_ptr is not None:
+        tl.debug_barrier()  # divisors may have been stored by other threads
+        matrix = result
+        result = tl.load(grad_y_ptr + offsets, mask=mask, other=0.0)
+        for reverse in range(tmax):
+            step = tmax - 1 - reverse
+            divisors = divisors_ptr + (rows * tmax + step) * 2 * n
+            of_columns = tl.load(divisors + n + j, mask=j_mask, other=1.0)
+            result = (result - tl.sum(result * matrix, axis=1, keep_dims=True)) / of_columns
+            matrix = matrix * of_columns
+            of_rows = tl.load(divisors + i, mask=i_mask, other=1.0)
+            product = tl.sum(result * matrix, axis=2, keep_dims=True)
+            result = (result - tl.where(step > 0, product, 0.0)) / of_rows
+            matrix = matrix * of_rows
+    tl.store(y_ptr + offsets, result, mask=mask)
 
 
-@backend.Kernel
-def _coefficients_backward_kernel(
-    mix_ptr,  # [num_rows, n * (n + 2)], contiguous, as h, grad_h and grad_logits
-    scale_ptr,  # [n * (n + 2)], contiguous
-    b_ptr,  # [n * (n + 2)], contiguous
-    h_ptr,
-    divisors_ptr,  # [num_rows, tmax, 2, n]
-    grad_h_ptr,
-    grad_logits_ptr,
-    slope_ptr,  # [num_rows]
-    num_rows,
-    n,
-    tmax,
-    post_mult,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_STREAMS: tl.constexpr,
-):
-    """One program computes BLOCK_ROWS rows: the gradient of the logits, and its sum with ``mix * scale``."""
-    rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None, None]
-    i, j = tl.arange(0, BLOCK_STREAMS)[None, :, None], tl.arange(0, BLOCK_STREAMS)[None, None, :]
-    offsets = rows * (n * (n + 2))
-    exists = (rows < num_rows) & (j < n)
-    slope = tl.zeros([BLOCK_ROWS, 1, 1], dtype=tl.float32)
-    for gate in tl.static_range(2):  # h_pre and h_post
-        columns = gate * n + j
-        logits, mix, scale = _load_logits(mix_ptr, scale_ptr, b_ptr, offsets, columns, exists)
-        y = tl.sigmoid(logits)
-        grad = tl.load(grad_h_ptr + offsets + columns, mask=exists, other=0.0) * y * (1.0 - y)
-        if gate == 1:
-            grad *= post_mult
-        tl.store(grad_logits_ptr + offsets + columns, grad, mask=exists)
-        slope += tl.sum(grad * mix * scale, axis=2, keep_dims=True)
-    columns = 2 * n + i * n + j
-    mask = exists & (i < n)
-    logits, mix, scale = _load_logits(mix_ptr, scale_ptr, b_ptr, offsets, columns, mask)
-    softmax = _softmax(logits, i, j, n)
-    matrix = tl.load(h_ptr + offsets + columns, mask=mask, other=0.0)
-    grad = tl.load(grad_h_ptr + offsets + columns, mask=mask, other=0.0)
-    for reverse in range(tmax):
-        step = tmax - 1 - reverse
-        divisors = divisors_ptr + (rows * tmax + step) * 2 * n
-        of_columns = tl.load(divisors + n + j, mask=exists, other=1.0)
-        grad = (grad - tl.sum(grad * matrix, axis=1, keep_dims=True)) / of_columns
-        matrix = matrix * of_columns
-        of_rows = tl.load(divisors + i, mask=(rows < num_rows) & (i < n), other=1.0)
-        product = tl.sum(grad * matrix, axis=2, keep_dims=True)
-        grad = (grad - tl.where(step > 0, product, 0.0)) / of_rows
-        matrix = matrix * of_rows
-    grad = tl.where(mask, softmax * (grad - tl.sum(grad * softmax, axis=2, keep_dims=True)), 0.0)
-    tl.store(grad_logits_ptr + offsets + columns, grad, mask=mask)
-    slope += tl.sum(tl.sum(grad * mix * scale, axis=2, keep_dims=True), axis=1, keep_dims=True)
-    tl.store(slope_ptr + rows, slope, mask=rows < num_rows)
+def _launch_sinkhorn(matrix: Tensor, grad_y: Tensor | None, tmax: int, eps: float) -> list[Tensor]:
+    """y, or the gradient of the matrix; in tiles of 1024 elements."""
+    y, n = matrix.new_empty(matrix.shape), matrix.shape[-1]
+    if y.numel():
+        num_rows, block_streams = y.shape[:-2].numel(), backend.next_power_of_2(n)
+        block_rows = max(1, 1024 // block_streams**2)
+        _sinkhorn_kernel.launch(
+            -(-num_rows // block_rows),
+            matrix_ptr=matrix.contiguous(),
+            y_ptr=y,
+            grad_y_ptr=None if grad_y is None else grad_y.contiguous(),
+            divisors_ptr=None if grad_y is None else y.new_empty((num_rows, tmax, 2, n)),
+            num_rows=num_rows,
+            n=n,
+            tmax=tmax,
+            eps=eps,
+            BLOCK_ROWS=block_rows,
+            BLOCK_STREAMS=block_streams,
+            num_warps=4,
+        )
+    return [y]
 
 
-def _launch(kernel: Any, mix: Tensor, scale: Tensor, b: Tensor, n: int, tmax: int, **others: Any) -> None:
-    """Launches a kernel of the coefficients on all rows, in tiles of 1024 elements of matrices."""
-    block_streams = backend.next_power_of_2(n)
-    block_rows = max(1, 1024 // block_streams**2)
-    kernel.launch(
-        -(-mix.shape[0] // block_rows),
-        mix_ptr=mix,
-        scale_ptr=scale,
-        b_ptr=b,
-        num_rows=mix.shape[0],
-        n=n,
-        tmax=tmax,
-        BLOCK_ROWS=block_rows,
-        BLOCK_STREAMS=block_streams,
-        num_warps=4,
-        **others,
-    )
+@backend.register_op("mhc_sinkhorn_forward", fake=lambda matrix, *others: [matrix.new_empty(matrix.shape)])
+def _sinkhorn_forward(matrix: Tensor, tmax: int, eps: float) -> list[Tensor]:
+    return _launch_sinkhorn(matrix, None, tmax, eps)
 
 
-def _empty(x: Tensor, phi: Tensor, *others: Any) -> list[Tensor]:
-    """h, mix and rstd."""
-    num_rows, num_columns = x.shape[:-2].numel(), phi.shape[1]
-    shapes = (*x.shape[:-2], num_columns), (num_rows, num_columns), (num_rows,)
-    return [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+@backend.register_op("mhc_sinkhorn_backward", fake=lambda grad_y, *others: [grad_y.new_empty(grad_y.shape)])
+def _sinkhorn_backward(grad_y: Tensor, matrix: Tensor, tmax: int, eps: float, needs: list[bool]) -> list[Tensor]:
+    return _launch_sinkhorn(matrix, grad_y, tmax, eps)
 
 
-@backend.register_op("mhc_coeffs_forward", fake=_empty)
-def _coeffs_forward(
-    x: Tensor, phi: Tensor, b: Tensor, scale: Tensor,
-    tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float,
-) -> list[Tensor]:  # fmt: skip
-    h, mix, rstd = _empty(x, phi)
-    if mix.numel():
-        project(x, phi, rms_eps, mix, rstd)
-        _launch(
-            _coefficients_kernel, mix, scale, b.contiguous(), x.shape[-2], tmax, h_ptr=h, divisors_ptr=None,
-            pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, post_mult=post_mult,
-        )  # fmt: skip
-    return [h, mix, rstd]
-
-
-@backend.register_op(
-    "mhc_coeffs_backward", fake=lambda grad_h, *others: backend.empty_gradients(others[:4], others[-1])
-)
-def _coeffs_backward(
-    grad_h: Tensor, x: Tensor, phi: Tensor, b: Tensor, scale: Tensor, mix: Tensor, rstd: Tensor,
-    tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Returns those gradients of x, phi, b and scale that are needed."""
-    gradients = backend.empty_gradients((x, phi, b, scale), needs)
-    if mix.numel() == 0:
-        return [gradient.zero_() for gradient in gradients]
-    grad_x, grad_phi, grad_b, grad_scale = backend.spread(gradients, needs)
-    n, bias = x.shape[-2], b.contiguous()
-    h, grad_logits = torch.empty_like(mix), torch.empty_like(mix)
-    slope, divisors = torch.empty_like(rstd), mix.new_empty((mix.shape[0], tmax, 2, n))
-    both = {"h_ptr": h, "divisors_ptr": divisors, "post_mult": post_mult}
-    _launch(_coefficients_kernel, mix, scale, bias, n, tmax, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps, **both)
-    grads = {"grad_h_ptr": grad_h.contiguous(), "grad_logits_ptr": grad_logits, "slope_ptr": slope}
-    _launch(_coefficients_backward_kernel, mix, scale, bias, n, tmax, **grads, **both)
-    if grad_x is not None or grad_phi is not None:
-        project_backward(grad_logits, x, phi, scale, rstd, slope, grad_x, grad_phi)
-    if grad_b is not None:
-        grad_b.copy_(grad_logits.sum(0))
-    if grad_scale is not None:
-        grad_scale.copy_((grad_logits * mix).sum(0))
-    return gradients
-
-
-_compute = differentiable("MHCCoeffsFunction", mhc_coeffs_reference, _coeffs_forward, _coeffs_backward)
+_project = differentiable("MHCProjectFunction", projection_reference, _project_forward, _project_backward)
+_sinkhorn = differentiable("MHCSinkhornFunction", sinkhorn_reference, _sinkhorn_forward, _sinkhorn_backward)
 
 
 def check_streams(x: Tensor) -> None:
     """Raises unless x is ``[*, num_streams, num_channels]``."""
     if x.dim() < 2 or 0 in x.shape[-2:]:
         raise wrong_value("x", "a tensor of shape [*, num_streams, num_channels], the last two positive", x)
+
+
+def check_options(tmax: int, post_mult: float, **eps: float) -> None:
+    """Raises for an option of :func:`mhc_coeffs` that is of a wrong type or out of range."""
+    check_integer("tmax", tmax, at_least=1)
+    check_number("post_mult", post_mult)
+    for name, value in eps.items():
+        check_number(name, value, at_least=0)
 
 
 def mhc_coeffs(
@@ -266,7 +293,7 @@ def mhc_coeffs(
 
     Returns:
         h_pre ``[*, n]``, h_post ``[*, n]`` and h_res ``[*, n, n]``, whose rows and columns nearly sum to 1, in the
-        widest of all tensors' dtypes and float32. They are views of one tensor.
+        widest of all tensors' dtypes and float32.
 
     Raises:
         TypeError: If a tensor is none, or not real and floating-point, or an option no number.
@@ -278,16 +305,13 @@ def mhc_coeffs(
     n, num_channels = x.shape[-2:]
     check_shape("phi", phi, (n * num_channels, n * (n + 2)), "[n * num_channels, n * (n + 2)]")
     check_shape("b", b, (n * (n + 2),), "[n * (n + 2)]")
-    for name, alpha in alphas.items():
-        if alpha.dim() > 1 or alpha.numel() != 1:
-            raise wrong_value(name, "a tensor of shape [1] or []", alpha)
-    check_integer("tmax", tmax, at_least=1)
-    check_number("post_mult", post_mult)
-    for name, eps in {"rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}.items():
-        check_number(name, eps, at_least=0)
+    check_single(**alphas)
+    check_options(tmax, post_mult, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps)
     scale = torch.cat([alpha.expand(size) for alpha, size in zip(alphas.values(), (n, n, n * n), strict=True)])
-    tensors = x, phi, b, scale
-    options: Any = tmax, float(rms_eps), float(pre_eps), float(sinkhorn_eps), float(post_mult)
-    h = mhc_coeffs_reference(*tensors, *options) if n > MAX_STREAMS else _compute(*tensors, options)
-    h_pre, h_post, h_res = h.split([n, n, n * n], dim=-1)
-    return h_pre, h_post, h_res.unflatten(-1, (n, n))
+    options: Any = tmax, float(sinkhorn_eps)
+    y = projection_reference(x, phi) if n > MAX_STREAMS else _project(x, phi, ())
+    gates, res = (y[..., :-1] * torch.rsqrt(y[..., -1:] + rms_eps) * scale + b).split([2 * n, n * n], dim=-1)
+    pre, post = gates.sigmoid().split(n, dim=-1)
+    matrix = res.unflatten(-1, (n, n)).softmax(-1) + sinkhorn_eps
+    h_res = sinkhorn_reference(matrix, *options) if n > MAX_STREAMS else _sinkhorn(matrix, options)
+    return pre + pre_eps, post * post_mult, h_res

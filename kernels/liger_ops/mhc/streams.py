@@ -7,17 +7,24 @@ Arithmetic is float32, and each result is rounded once. One program takes one to
 and dy from memory once. Saved: the inputs. Source: arXiv:2512.24880.
 """
 
+import math
 from typing import Any
 
 import torch
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating_tensors, check_shape
+from liger_ops.arguments import (
+    check_device,
+    check_floating_dtype,
+    check_floating_tensors,
+    check_integer,
+    check_shape,
+    wrong_type,
+)
 from liger_ops.autograd import differentiable
-from liger_ops.backend import RowLaunch
-from liger_ops.mhc.coefficients import check_streams
+from liger_ops.mhc.coefficients import MAX_STREAMS, check_options, check_streams, mhc_coeffs
 
 
 def mix_streams_reference(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> Tensor:
@@ -32,28 +39,13 @@ def mix_streams_reference(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | No
     return y.to(x.dtype)
 
 
-MAX_STREAMS = 32
-"""Of which registers hold a tile: more run in PyTorch."""
-
-
-@backend.launch_cache
-def choose_launch(num_streams: int, num_channels: int) -> RowLaunch:
-    """A tile of all streams and 4096 elements, or fewer channels if there are."""
-    padded = backend.next_power_of_2(num_streams)
-    return RowLaunch(min(4096 // padded, max(16, backend.next_power_of_2(num_channels))), 4, block_rows=padded)
-
-
 @backend.Kernel
 def _forward_kernel(
-    x_ptr,  # [num_rows, num_in * num_channels]
+    x_ptr,  # [num_rows, num_in, num_channels], contiguous, as are all
     f_ptr,  # [num_rows, num_channels] or None
-    w_ptr,  # [num_rows, num_out * num_in]
-    v_ptr,  # [num_rows, num_out] or None
-    y_ptr,  # [num_rows, num_out * num_channels], contiguous
-    x_row_stride,
-    f_row_stride,
-    w_row_stride,
-    v_row_stride,
+    w_ptr,  # [num_rows, NUM_OUT, num_in]
+    v_ptr,  # [num_rows, NUM_OUT] or None
+    y_ptr,  # [num_rows, NUM_OUT, num_channels]
     num_in,
     num_channels,
     NUM_OUT: tl.constexpr,
@@ -66,35 +58,30 @@ def _forward_kernel(
     for start in range(0, num_channels, BLOCK_SIZE):
         columns = start + tl.arange(0, BLOCK_SIZE)
         mask = columns < num_channels
-        offsets = streams[:, None] * num_channels + columns[None, :]
+        offsets = (row * num_in + streams[:, None]) * num_channels + columns[None, :]
         x_mask = (streams[:, None] < num_in) & mask[None, :]
-        x = tl.load(x_ptr + row * x_row_stride + offsets, mask=x_mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask=x_mask, other=0.0).to(tl.float32)
         for out in tl.static_range(NUM_OUT):
-            w = tl.load(w_ptr + row * w_row_stride + out * num_in + streams, mask=streams < num_in, other=0.0)
+            place = row * NUM_OUT + out
+            w = tl.load(w_ptr + place * num_in + streams, mask=streams < num_in, other=0.0)
             y = tl.sum(w.to(tl.float32)[:, None] * x, axis=0)
             if f_ptr is not None:
-                f = tl.load(f_ptr + row * f_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-                y += tl.load(v_ptr + row * v_row_stride + out).to(tl.float32) * f
-            y_offsets = (row * NUM_OUT + out) * num_channels + columns
-            tl.store(y_ptr + y_offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+                f = tl.load(f_ptr + row * num_channels + columns, mask=mask, other=0.0).to(tl.float32)
+                y += tl.load(v_ptr + place).to(tl.float32) * f
+            tl.store(y_ptr + place * num_channels + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @backend.Kernel
 def _backward_kernel(
-    x_ptr,  # [num_rows, num_in * num_channels]
+    x_ptr,  # [num_rows, num_in, num_channels], contiguous, as are all
     f_ptr,  # [num_rows, num_channels] or None
-    w_ptr,  # [num_rows, num_out * num_in]
-    v_ptr,  # [num_rows, num_out] or None
-    grad_y_ptr,  # [num_rows, num_out * num_channels]
-    grad_x_ptr,  # [num_rows, num_in * num_channels], contiguous, or None
-    grad_f_ptr,  # [num_rows, num_channels], contiguous, or None
-    grad_w_ptr,  # [num_rows, num_out * num_in], contiguous, or None
-    grad_v_ptr,  # [num_rows, num_out], contiguous, or None
-    x_row_stride,
-    f_row_stride,
-    w_row_stride,
-    v_row_stride,
-    grad_y_row_stride,
+    w_ptr,  # [num_rows, NUM_OUT, num_in]
+    v_ptr,  # [num_rows, NUM_OUT] or None
+    grad_y_ptr,  # [num_rows, NUM_OUT, num_channels]
+    grad_x_ptr,  # gradients that are not needed are None
+    grad_f_ptr,
+    grad_w_ptr,
+    grad_v_ptr,
     num_in,
     num_channels,
     NUM_OUT: tl.constexpr,
@@ -104,34 +91,29 @@ def _backward_kernel(
 ):
     """One program computes the gradients of one row."""
     row = tl.program_id(0).to(tl.int64)
-    streams = tl.arange(0, BLOCK_IN)
-    outs = tl.arange(0, BLOCK_OUT)
+    streams, outs = tl.arange(0, BLOCK_IN), tl.arange(0, BLOCK_OUT)
     grad_w = tl.zeros([BLOCK_OUT, BLOCK_IN], dtype=tl.float32)
     grad_v = tl.zeros([BLOCK_OUT], dtype=tl.float32)
     for start in range(0, num_channels, BLOCK_SIZE):
         columns = start + tl.arange(0, BLOCK_SIZE)
         mask = columns < num_channels
-        offsets = streams[:, None] * num_channels + columns[None, :]
+        offsets = (row * num_in + streams[:, None]) * num_channels + columns[None, :]
         x_mask = (streams[:, None] < num_in) & mask[None, :]
-        x = tl.load(x_ptr + row * x_row_stride + offsets, mask=x_mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask=x_mask, other=0.0).to(tl.float32)
         grad_x = tl.zeros([BLOCK_IN, BLOCK_SIZE], dtype=tl.float32)
         grad_f = tl.zeros([BLOCK_SIZE], dtype=tl.float32)
         for out in tl.static_range(NUM_OUT):
-            grad = tl.load(grad_y_ptr + row * grad_y_row_stride + out * num_channels + columns, mask=mask, other=0.0)
-            grad = grad.to(tl.float32)
-            if grad_x_ptr is not None:
-                w = tl.load(w_ptr + row * w_row_stride + out * num_in + streams, mask=streams < num_in, other=0.0)
-                grad_x += w.to(tl.float32)[:, None] * grad[None, :]
-            if grad_w_ptr is not None:
-                grad_w += tl.where(outs[:, None] == out, tl.sum(grad[None, :] * x, axis=1)[None, :], 0.0)
-            if grad_f_ptr is not None:
-                grad_f += tl.load(v_ptr + row * v_row_stride + out).to(tl.float32) * grad
-            if grad_v_ptr is not None:
-                f = tl.load(f_ptr + row * f_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+            place = row * NUM_OUT + out
+            grad = tl.load(grad_y_ptr + place * num_channels + columns, mask=mask, other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + place * num_in + streams, mask=streams < num_in, other=0.0).to(tl.float32)
+            grad_x += w[:, None] * grad[None, :]
+            grad_w += tl.where(outs[:, None] == out, tl.sum(grad[None, :] * x, axis=1)[None, :], 0.0)
+            if f_ptr is not None:
+                grad_f += tl.load(v_ptr + place).to(tl.float32) * grad
+                f = tl.load(f_ptr + row * num_channels + columns, mask=mask, other=0.0).to(tl.float32)
                 grad_v += tl.where(outs == out, tl.sum(grad * f, axis=0), 0.0)
         if grad_x_ptr is not None:
-            x_offsets = row * num_in * num_channels + offsets
-            tl.store(grad_x_ptr + x_offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=x_mask)
+            tl.store(grad_x_ptr + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=x_mask)
         if grad_f_ptr is not None:
             tl.store(grad_f_ptr + row * num_channels + columns, grad_f.to(grad_f_ptr.dtype.element_ty), mask=mask)
     if grad_w_ptr is not None:
@@ -142,25 +124,22 @@ def _backward_kernel(
         tl.store(grad_v_ptr + row * NUM_OUT + outs, grad_v.to(grad_v_ptr.dtype.element_ty), mask=outs < NUM_OUT)
 
 
-def _launch(kernel: Any, x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None, **others: Any) -> None:
-    """Launches a kernel on all rows; tensors need not be contiguous."""
-    *_, num_in, num_channels = x.shape
-    named = {"x": (x, num_in * num_channels), "f": (f, num_channels), "w": (w, num_in * w.shape[-2])}
-    named["v"] = (v, w.shape[-2])
-    if "grad_y" in others:
-        named["grad_y"] = (others.pop("grad_y"), w.shape[-2] * num_channels)
-    for name, (tensor, num_columns) in named.items():
-        rows = None if tensor is None else backend.as_rows(tensor, num_columns)
-        others |= {f"{name}_ptr": rows, f"{name}_row_stride": 0 if rows is None else rows.stride(0)}
-    launch = choose_launch(num_in, num_channels)
+def _launch(kernel: Any, tensors: dict[str, Tensor | None], **others: Any) -> None:
+    """Launches a kernel on all rows, in tiles of all streams and at most 4096 elements."""
+    pointers: dict[str, Any] = {
+        f"{name}_ptr": None if each is None else each.contiguous() for name, each in tensors.items()
+    }
+    *shape, num_in, num_channels = pointers["x_ptr"].shape
+    block_in = backend.next_power_of_2(num_in)
     kernel.launch(
-        others["x_ptr"].shape[0],
+        math.prod(shape),
         num_in=num_in,
         num_channels=num_channels,
-        NUM_OUT=w.shape[-2],
-        BLOCK_IN=launch.block_rows,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
+        NUM_OUT=pointers["w_ptr"].shape[-2],
+        BLOCK_IN=block_in,
+        BLOCK_SIZE=min(4096 // block_in, max(16, backend.next_power_of_2(num_channels))),
+        num_warps=4,
+        **pointers,
         **others,
     )
 
@@ -173,7 +152,7 @@ def _empty(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> list[Ten
 def _mix_forward(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> list[Tensor]:
     (y,) = _empty(x, f, w, v)
     if y.numel():
-        _launch(_forward_kernel, x, f, w, v, y_ptr=y)
+        _launch(_forward_kernel, {"x": x, "f": f, "w": w, "v": v}, y_ptr=y)
     return [y]
 
 
@@ -187,7 +166,8 @@ def _mix_backward(
         names = ("grad_x_ptr", "grad_f_ptr", "grad_w_ptr", "grad_v_ptr")
         pointers = dict(zip(names, backend.spread(gradients, needs), strict=True))
         block_out = backend.next_power_of_2(w.shape[-2])
-        _launch(_backward_kernel, x, f, w, v, grad_y=grad_y, BLOCK_OUT=block_out, **pointers)
+        tensors = {"x": x, "f": f, "w": w, "v": v, "grad_y": grad_y}
+        _launch(_backward_kernel, tensors, BLOCK_OUT=block_out, **pointers)
     return gradients
 
 
@@ -195,9 +175,7 @@ _mix = differentiable("MixStreamsFunction", mix_streams_reference, _mix_forward,
 
 
 def _mix_streams(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> Tensor:
-    if x.shape[-2] > MAX_STREAMS:
-        return mix_streams_reference(x, f, w, v)
-    return _mix(x, f, w, v, ())
+    return mix_streams_reference(x, f, w, v) if x.shape[-2] > MAX_STREAMS else _mix(x, f, w, v, ())
 
 
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -242,3 +220,69 @@ def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Ten
     check_shape("h_post", h_post, (*shape, num_streams), "[*, num_streams]")
     check_shape("h_res", h_res, (*shape, num_streams, num_streams), "[*, num_streams, num_streams]")
     return _mix_streams(x, f_out, h_res, h_post)
+
+
+class HyperConnection(nn.Module):
+    """A layer with manifold-constrained hyper-connections: ``[*, num_streams, num_channels]`` to the same.
+
+    The layer gets :func:`liger_ops.mhc_pre` of the streams, and :func:`liger_ops.mhc_post_res` adds its output to them,
+    both with coefficients of :func:`liger_ops.mhc_coeffs`, whose parameters are ``phi``, ``b``, and ``alpha_pre``,
+    ``alpha_post`` and ``alpha_res``, which begin at 0.01: at first, coefficients hardly depend on the input.
+
+    Args:
+        layer: ``[*, num_channels]`` to the same.
+        num_streams, num_channels: Of input and output.
+        tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult: As in :func:`liger_ops.mhc_coeffs`.
+        device, dtype: Of the parameters, without the layer's.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        num_streams: int,
+        num_channels: int,
+        *,
+        tmax: int = 20,
+        rms_eps: float = 1e-6,
+        pre_eps: float = 0.0,
+        sinkhorn_eps: float = 1e-6,
+        post_mult: float = 2.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not isinstance(layer, nn.Module):
+            raise wrong_type("layer", "a torch.nn.Module", layer)
+        check_integer("num_streams", num_streams, at_least=1)
+        check_integer("num_channels", num_channels, at_least=1)
+        options: dict[str, Any] = {
+            "tmax": tmax, "rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps, "post_mult": post_mult
+        }  # fmt: skip
+        check_options(**options)
+        check_device("device", device)
+        check_floating_dtype("dtype", dtype)
+        super().__init__()
+        self.layer = layer
+        self.options = options
+        num_columns = num_streams * (num_streams + 2)
+        self.phi = nn.Parameter(torch.empty(num_streams * num_channels, num_columns, device=device, dtype=dtype))
+        self.b = nn.Parameter(torch.empty(num_columns, device=device, dtype=dtype))
+        self.alpha_pre, self.alpha_post, self.alpha_res = (
+            nn.Parameter(torch.empty(1, device=device, dtype=dtype)) for _ in range(3)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Without the layer's."""
+        nn.init.normal_(self.phi, std=0.02)
+        nn.init.zeros_(self.b)
+        for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
+            nn.init.constant_(alpha, 0.01)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Passes further arguments on to the layer."""
+        alphas = self.alpha_pre, self.alpha_post, self.alpha_res
+        h_pre, h_post, h_res = mhc_coeffs(x, self.phi, self.b, *alphas, **self.options)
+        return mhc_post_res(x, self.layer(mhc_pre(x, h_pre), *args, **kwargs), h_post, h_res)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())

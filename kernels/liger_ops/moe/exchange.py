@@ -30,24 +30,6 @@ class ExpertGroup(NamedTuple):
     """The same ranks on CPUs, as gloo's: for numbers that are known there, so that no host waits for its device."""
 
 
-class _Count:
-    """The sum of a tensor on a device, as a number that the host reads later."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._sum = values.sum()
-        self._ready: torch.cuda.Event | None = None
-        if self._sum.is_cuda:
-            on_device, self._sum = self._sum, torch.empty((), dtype=self._sum.dtype, pin_memory=True)
-            self._sum.copy_(on_device, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(on_device.device))
-
-    def __int__(self) -> int:
-        if self._ready is not None:
-            self._ready.synchronize()
-        return int(self._sum)
-
-
 class _Gathered:
     """Every rank gets the tokens of all, in equal numbers: those of ranks with fewer are filled up."""
 
@@ -55,7 +37,7 @@ class _Gathered:
         self.group, self._num_tokens = group.ranks, len(index)
         self._most = int(all_gather(torch.tensor([len(index)], device="cpu"), group.hosts).max())
         self.index = self.send(index, fill=-1) - num_experts * group.ranks.rank()
-        self._num_rows = _Count((self.index >= 0) & (self.index < num_experts))
+        self._num_rows = backend.HostNumber(((self.index >= 0) & (self.index < num_experts)).sum())
 
     @property
     def num_rows(self) -> int:

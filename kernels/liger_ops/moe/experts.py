@@ -167,65 +167,6 @@ def _backward_fake(
     return backend.empty_gradients((x, gate_up, down, scores, *biases, *adapters), needs)
 
 
-@backend.register_op("moe_experts_backward", fake=_backward_fake)
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    scores: Tensor,
-    down_bias: Tensor | None,
-    adapters: list[Tensor | None],
-    z: Tensor,
-    places: list[Tensor],
-    activation: str,
-    limit: float | None,
-    alpha: float,
-    up_offset: float,
-    limit_output: bool,
-    interleaved: bool,
-    transposed: bool,
-    needs: list[bool],
-) -> list[Tensor]:
-    """Those gradients of x, gate_up, down, scores, the biases and the adapters that are needed."""
-    gate = Gate(activation, limit, alpha, up_offset, limit_output)
-    layout = _Layout(gate_up, down, interleaved, transposed)
-    return _gradients(grad, x, gate_up, down, index, scores, down_bias, adapters, z, places, gate, layout, needs, False)
-
-
-@backend.register_op(
-    "moe_experts_backward_(Tensor grad, Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor scores,"
-    " Tensor? down_bias, Tensor?[] adapters, Tensor(a!) z, Tensor[] places, str activation, float? limit, float alpha,"
-    " float up_offset, bool limit_output, bool interleaved, bool transposed, bool[] needs) -> Tensor[]",
-    fake=_backward_fake,
-)
-def _backward_in_place(
-    grad: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    scores: Tensor,
-    down_bias: Tensor | None,
-    adapters: list[Tensor | None],
-    z: Tensor,
-    places: list[Tensor],
-    activation: str,
-    limit: float | None,
-    alpha: float,
-    up_offset: float,
-    limit_output: bool,
-    interleaved: bool,
-    transposed: bool,
-    needs: list[bool],
-) -> list[Tensor]:
-    """The same; z is lost."""
-    gate = Gate(activation, limit, alpha, up_offset, limit_output)
-    layout = _Layout(gate_up, down, interleaved, transposed)
-    return _gradients(grad, x, gate_up, down, index, scores, down_bias, adapters, z, places, gate, layout, needs, True)
-
-
 def _gradients(
     grad: Tensor,
     x: Tensor,
@@ -237,11 +178,20 @@ def _gradients(
     adapters: list[Tensor | None],
     z: Tensor,
     places: list[Tensor],
-    gate: Gate,
-    layout: _Layout,
-    needs: list[bool],
+    activation: str,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    limit_output: bool,
+    interleaved: bool,
+    transposed: bool,
     overwrite: bool,
+    needs: list[bool],
 ) -> list[Tensor]:
+    """Those gradients of x, gate_up, down, scores, the biases and the adapters that are needed; z is lost if
+    ``overwrite``, as the op that ends in an underscore has it."""
+    gate = Gate(activation, limit, alpha, up_offset, limit_output)
+    layout = _Layout(gate_up, down, interleaved, transposed)
     needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias, *needs_adapters = needs
     where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(len(z))
     narrow = partial(products.narrow, index=where, block_rows=block_rows)
@@ -299,6 +249,10 @@ def _gradients(
         gradients.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up)
     found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias, *grads
     return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
+
+
+_backward = backend.register_op("moe_experts_backward", _backward_fake)(_gradients)
+_backward_in_place = backend.register_op("moe_experts_backward_", _backward_fake, mutates=["z"])(_gradients)
 
 
 def _bias_scores(grad: Tensor, down_bias: Tensor, index: Tensor) -> Tensor:
@@ -362,7 +316,7 @@ class _ExpertsFunction(torch.autograd.Function):
         places = [offsets, pairs, rows, starts, experts]
         grad = backend.as_rows(grad, grad.shape[-1])
         compute = _backward_in_place if overwrite else _backward
-        gradients = compute(grad, *inputs[:6], inputs[6:], z.detach(), places, *ctx.settings, needs)
+        gradients = compute(grad, *inputs[:6], inputs[6:], z.detach(), places, *ctx.settings, overwrite, needs)
         x, gate_up, down, scores, gate_up_bias, down_bias, *adapters = backend.spread(gradients, needs)
         return x, gate_up, down, None, scores, gate_up_bias, down_bias, None, None, None, None, *adapters
 
@@ -493,9 +447,8 @@ def _check_shapes(
     check_shape("gate_up", gate_up, shape, "down's")
     if gate_up.dtype != down.dtype:
         raise wrong_value("down", f"a tensor in gate_up's {gate_up.dtype}", down)
-    for name, bias, num_features in (("gate_up_bias", gate_up_bias, size), ("down_bias", down_bias, hidden_size)):
-        if bias is not None:
-            check_shape(name, bias, (num_experts, num_features), "the weight's")
+    check_shape("gate_up_bias", gate_up_bias, (num_experts, size), "the weight's")
+    check_shape("down_bias", down_bias, (num_experts, hidden_size), "the weight's")
     if index.dtype != torch.int64 or index.shape[:-1] != x.shape[:-1] or index.dim() != x.dim():
         raise wrong_value("top_k_index", f"an int64 tensor of [{', '.join(map(str, x.shape[:-1]))}, top_k]", index)
     check_shape("top_k_weights", weights, index.shape, "top_k_index's")

@@ -9,17 +9,14 @@ from liger_ops import backend
 from liger_ops.moe.gate import Gate, gate_values
 from liger_ops.moe.index import Index
 from liger_ops.moe.tiles import (
-    choose_blocks,
+    arguments_of,
     choose_gradient_blocks,
     find_tile,
     halve,
-    low_rank,
     multiply,
     multiply_low,
     precision_of,
-    shape_of,
     split_pairs,
-    tiles_of,
 )
 
 
@@ -289,12 +286,11 @@ def gate_backward(
     down. ``low`` and ``low_weight``: see :func:`~liger_ops.moe.products.product`.
     """
     width, hidden_size = weight.shape[1:]
-    shared_bytes = backend.hardware(grad.device).ahead_bytes
-    blocks = choose_blocks(width, hidden_size, grad.dtype, block_rows, shared_bytes, 128)
-    shape = shape_of(blocks, width, hidden_size, grad.dtype)
-    partial = grad.new_empty((z.shape[0], shape["num_blocks"]), dtype=torch.float32)
+    arguments = arguments_of(grad, weight, index, block_rows, low, low_weight, width, 128)
+    num_blocks = arguments["num_blocks"]
+    partial = grad.new_empty((z.shape[0], num_blocks), dtype=torch.float32)
     _gate_backward_kernel.launch(
-        index.max_tiles(block_rows) * shape["num_blocks"],
+        index.max_tiles(block_rows) * num_blocks,
         grad_ptr=grad,
         weight_ptr=weight,
         z_ptr=z,
@@ -304,19 +300,14 @@ def gate_backward(
         partial_ptr=partial,
         pair_ptr=index.pair_of_row,
         top_k=scores.shape[1],
-        num_experts=weight.shape[0],
         width=width,
         hidden_size=hidden_size,
-        row_stride=grad.stride(0),
-        expert_stride=weight.stride(0),
         column_stride=weight.stride(1),
         term_stride=weight.stride(2),
         GATED=gated,
-        NUM_PARTS=2 if blocks.columns >= 64 else 1,
-        **tiles_of(index),
+        NUM_PARTS=2 if arguments["BLOCK_COLUMNS"] >= 64 else 1,
         **gate.constants,
-        **low_rank(low, low_weight),
-        **shape,
+        **arguments,
     )
     _score_gradient_kernel.launch(
         -(-scores.numel() // 256),
@@ -324,7 +315,7 @@ def gate_backward(
         row_ptr=index.row_of_pair,
         grad_ptr=grad_scores,
         num_pairs=scores.numel(),
-        num_blocks=shape["num_blocks"],
+        num_blocks=num_blocks,
         BLOCK=256,
         num_warps=4,
     )

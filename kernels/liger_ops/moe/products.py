@@ -13,17 +13,7 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.moe.gate import Gate, gate_values
 from liger_ops.moe.index import Index
-from liger_ops.moe.tiles import (
-    choose_blocks,
-    find_tile,
-    low_rank,
-    multiply,
-    multiply_both,
-    multiply_low,
-    shape_of,
-    split_pairs,
-    tiles_of,
-)
+from liger_ops.moe.tiles import arguments_of, find_tile, multiply, multiply_both, multiply_low, split_pairs
 
 
 @backend.Kernel
@@ -226,12 +216,10 @@ def gate_up(
     1 with up after the gate, 2 with up in odd features. ``low`` and ``low_weight``: see :func:`product`.
     """
     width, hidden_size = a.shape[1], x.shape[1]
-    shared_bytes = backend.hardware(x.device).ahead_bytes
     products = (128, 2) if gated else (256, 1)
-    blocks = choose_blocks(width, hidden_size, x.dtype, block_rows, shared_bytes, *products)
-    shape = shape_of(blocks, width, hidden_size, x.dtype)
+    arguments = arguments_of(x, weight, index, block_rows, low, low_weight, width, *products)
     _gate_up_kernel.launch(
-        index.max_tiles(block_rows) * shape["num_blocks"],
+        index.max_tiles(block_rows) * arguments["num_blocks"],
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=bias,
@@ -239,18 +227,13 @@ def gate_up(
         a_ptr=a,
         pair_ptr=index.pair_of_row,
         top_k=top_k,
-        num_experts=weight.shape[0],
         width=width,
         hidden_size=hidden_size,
-        row_stride=x.stride(0),
-        expert_stride=weight.stride(0),
         output_stride=weight.stride(1),
         input_stride=weight.stride(2),
         GATED=gated,
-        **tiles_of(index),
         **gate.constants,
-        **low_rank(low, low_weight),
-        **shape,
+        **arguments,
     )
 
 
@@ -271,27 +254,20 @@ def product(
     rank]``. With ``top_k``, ``left`` has the rows of tokens.
     """
     num_columns, num_terms = weight.shape[1:]
-    shared_bytes = backend.hardware(left.device).ahead_bytes
-    blocks = choose_blocks(num_columns, num_terms, left.dtype, block_rows, shared_bytes)
-    shape = shape_of(blocks, num_columns, num_terms, left.dtype)
+    arguments = arguments_of(left, weight, index, block_rows, low, low_weight, num_columns)
     _product_kernel.launch(
-        index.max_tiles(block_rows) * shape["num_blocks"],
+        index.max_tiles(block_rows) * arguments["num_blocks"],
         left_ptr=left,
         weight_ptr=weight,
         bias_ptr=bias,
         y_ptr=y,
         pair_ptr=None if top_k is None else index.pair_of_row,
         top_k=top_k or 1,
-        num_experts=weight.shape[0],
         num_columns=num_columns,
         num_terms=num_terms,
-        row_stride=left.stride(0),
-        expert_stride=weight.stride(0),
         column_stride=weight.stride(1),
         term_stride=weight.stride(2),
-        **tiles_of(index),
-        **low_rank(low, low_weight),
-        **shape,
+        **arguments,
     )
 
 

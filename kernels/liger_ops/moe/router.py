@@ -24,10 +24,9 @@ from liger_ops import backend
 from liger_ops.arguments import (
     check_bool,
     check_choice,
-    check_floating,
+    check_floating_tensors,
     check_integer,
     check_number,
-    check_same_device,
     check_shape,
     wrong_value,
 )
@@ -42,18 +41,9 @@ def _by_logits(bias: Tensor | None, num_groups: int, group_score: str) -> bool:
     return bias is None and (num_groups == 1 or group_score == "max")
 
 
-def router_reference(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    score: str,
-    num_groups: int,
-    top_groups: int,
-    group_score: str,
-    normalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The chosen experts and their factors in plain PyTorch, in float32 or wider."""
+def router_reference(logits: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    """The chosen experts and their factors in plain PyTorch, in float32 or wider; options are those of the op."""
+    top_k, score, num_groups, top_groups, group_score, normalize, scale = options
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = wide.sigmoid() if score == "sigmoid" else wide.softmax(-1)
     values = (wide if _by_logits(bias, num_groups, group_score) else scores).detach()
@@ -338,16 +328,13 @@ def moe_router(
         TypeError: If an argument is of a wrong type.
         ValueError: If a number is out of range, or shapes or devices do not fit together.
     """
-    check_floating("logits", logits)
+    check_floating_tensors("logits", logits, bias=bias)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise wrong_value("logits", "a tensor of [..., num_experts]", logits)
     num_experts = logits.shape[-1]
     check_choice("score", score, ("softmax", "sigmoid"))
     check_choice("group_score", group_score, ("max", "best_two"))
-    check_floating("bias", bias, optional=True)
-    check_same_device("logits", logits, bias=bias)
-    if bias is not None:
-        check_shape("bias", bias, (num_experts,), "[num_experts]")
+    check_shape("bias", bias, (num_experts,), "[num_experts]")
     check_integer("num_groups", num_groups, at_least=1)
     if num_experts % num_groups or (group_score == "best_two" and num_experts // num_groups < 2):
         raise wrong_value("num_groups", f"a divisor of num_experts={num_experts} that fits group_score", num_groups)

@@ -89,30 +89,43 @@ def precision_of(dtype: torch.dtype) -> str:
     return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def tiles_of(index: Index) -> dict[str, Tensor]:
+def arguments_of(
+    left: Tensor,
+    weight: Tensor,
+    index: Index,
+    block_rows: int,
+    low: Tensor | None,
+    low_weight: Tensor | None,
+    num_columns: int,
+    max_columns: int = 256,
+    num_products: int = 1,
+) -> dict[str, Any]:
+    """What kernels take that multiply tiles of rows of ``left`` with ``weight``, ``[num_experts, columns, terms]``.
+
+    Their sums begin with the product of ``low``, ``[num_pairs, rank]``, with ``low_weight``, ``[num_experts, columns,
+    rank]``, if there is one. Other arguments are those of :func:`choose_blocks`.
+    """
+    num_terms, shared_bytes = weight.shape[2], backend.hardware(left.device).ahead_bytes
+    blocks = choose_blocks(num_columns, num_terms, left.dtype, block_rows, shared_bytes, max_columns, num_products)
+    low_sizes = (1, 1, 1, 1) if low_weight is None else (low_weight.shape[2], *low_weight.stride())
     return {
+        "low_ptr": low,
+        "low_weight_ptr": low_weight,
         "offsets_ptr": index.offsets,
         "tile_starts_ptr": index.tile_starts,
         "tile_experts_ptr": index.tile_experts,
-    }
-
-
-def low_rank(left: Tensor | None, weight: Tensor | None) -> dict[str, Any]:
-    """A product for a kernel to begin its sums with: of ``[num_pairs, rank]`` with ``[num_experts, columns, rank]``."""
-    sizes = (1, 1, 1, 1) if weight is None else (weight.shape[2], *weight.stride())
-    terms = min(max(16, backend.next_power_of_2(sizes[0])), 32)
-    return {"low_ptr": left, "low_weight_ptr": weight, "low_sizes": sizes, "LOW_TERMS": terms}
-
-
-def shape_of(blocks: Blocks, num_columns: int, num_terms: int, dtype: torch.dtype) -> dict[str, Any]:
-    return {
+        "num_experts": weight.shape[0],
         "num_blocks": -(-num_columns // blocks.columns),
+        "row_stride": left.stride(0),
+        "expert_stride": weight.stride(0),
+        "low_sizes": low_sizes,
         "BLOCK_ROWS": blocks.rows,
         "BLOCK_COLUMNS": blocks.columns,
         "BLOCK_TERMS": blocks.terms,
         "EVEN": num_columns % blocks.columns == 0 and num_terms % blocks.terms == 0,
+        "LOW_TERMS": min(max(16, backend.next_power_of_2(low_sizes[0])), 32),
         "NUM_STAGES": blocks.num_stages,
-        "PRECISION": precision_of(dtype),
+        "PRECISION": precision_of(left.dtype),
         "num_warps": blocks.num_warps,
     }
 
@@ -177,7 +190,7 @@ def multiply_low(
     low_ptr, low_weight_ptr, expert, rows, end, columns, num_columns, sizes, TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the sums of a tile begin with: the product of ``low_rank``, or 0."""
+    """What the sums of a tile begin with: the product of ``low``, or 0; see :func:`arguments_of`."""
     total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
     if low_ptr is not None:
         rank, expert_stride, column_stride, term_stride = sizes

@@ -32,6 +32,14 @@ def as_num_groups(value: Any, num_channels: int) -> int:
     return value
 
 
+def check_columns(input: Tensor, shape: str = "[*, hidden_size]") -> int:
+    """The number of columns; raises if there are none, and names the ``shape`` that input should have."""
+    hidden_size = input.shape[-1] if input.dim() else 0
+    if hidden_size == 0:
+        raise wrong_value("input", f"a tensor of shape {shape}, hidden_size positive", input)
+    return hidden_size
+
+
 def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters: Any) -> tuple[int, ...]:
     """``normalized_shape`` as a tuple; raises unless it has the trailing sizes of input and all sizes of parameters."""
     check_floating_tensors("input", input, **parameters)

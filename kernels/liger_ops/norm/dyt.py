@@ -9,17 +9,16 @@ rows and keeps sums of some columns in registers, which are added in a fixed ord
 again. Saved: x, alpha, gamma, beta. Source: arXiv:2503.10622.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.arguments import check_floating_tensors, check_shape, check_single
 from liger_ops.autograd import differentiable
 from liger_ops.backend import RowLaunch, tanh
+from liger_ops.norm.checks import check_columns
 
 
 def dyt_reference(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
@@ -111,33 +110,15 @@ def _backward_kernel(
     tl.store(part_ptrs + num_parts * num_columns, tl.sum(grad_beta, axis=0)[None, :], mask=column_mask)
 
 
-def _launch(kernel: Any, x: Tensor, alpha: Tensor, gamma: Tensor, num_parts: int, **others: Any) -> None:
-    """Launches a kernel, num_parts programs for each block of columns."""
-    rows, launch = backend.as_rows(x, x.shape[-1]), choose_launch(x.shape[-1])
-    num_rows, num_columns = rows.shape
-    kernel.launch(
-        num_parts * -(-num_columns // launch.block_size),
-        x_ptr=rows,
-        alpha_ptr=alpha,
-        gamma_ptr=gamma.contiguous(),
-        x_row_stride=rows.stride(0),
-        num_rows=num_rows,
-        num_columns=num_columns,
-        num_parts=num_parts,
-        BLOCK_ROWS=launch.block_rows,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
-        **others,
-    )
-
-
 @backend.register_op("dyt_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
 def _dyt_forward(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> list[Tensor]:
     y = x.new_empty(x.shape)
     if y.numel():
-        num_tiles = choose_launch(x.shape[-1]).num_programs(x.numel() // x.shape[-1])
+        launch = choose_launch(x.shape[-1])
+        num_tiles, num_blocks = launch.num_programs(x.numel() // x.shape[-1]), -(-x.shape[-1] // launch.block_size)
         beta = None if beta is None else beta.contiguous()
-        _launch(_forward_kernel, x, alpha, gamma, num_tiles, beta_ptr=beta, y_ptr=y)
+        pointers = {"alpha_ptr": alpha, "gamma_ptr": gamma.contiguous(), "beta_ptr": beta, "y_ptr": y}
+        launch.run(_forward_kernel, num_tiles * num_blocks, {"x": x}, num_parts=num_tiles, **pointers)
     return [y]
 
 
@@ -156,9 +137,10 @@ def _dyt_backward(
     parts = x.new_empty((2, num_parts, x.shape[-1]), dtype=torch.float32)
     alpha_parts = parts.new_empty(num_parts * num_blocks)
     grad_x, *others = backend.spread(gradients, needs)
-    grad_rows = backend.as_rows(grad_y, x.shape[-1])
-    pointers = {"grad_y_ptr": grad_rows, "grad_x_ptr": grad_x, "alpha_parts_ptr": alpha_parts, "parts_ptr": parts}
-    _launch(_backward_kernel, x, alpha, gamma, num_parts, grad_y_row_stride=grad_rows.stride(0), **pointers)
+    pointers = {"alpha_ptr": alpha, "gamma_ptr": gamma.contiguous(), "grad_x_ptr": grad_x}
+    pointers |= {"alpha_parts_ptr": alpha_parts, "parts_ptr": parts}
+    rows = {"x": x, "grad_y": grad_y}
+    launch.run(_backward_kernel, num_parts * num_blocks, rows, num_parts=num_parts, **pointers)
     for gradient, each in zip(others, (alpha_parts, *parts), strict=True):
         if gradient is not None:
             gradient.copy_(each.sum(dim=0))
@@ -186,11 +168,8 @@ def dyt(input: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None)
     """
     check_floating_tensors("input", input, optional=False, alpha=alpha, gamma=gamma)
     check_floating_tensors("input", input, beta=beta)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise wrong_value("input", "a tensor of shape [*, hidden_size], hidden_size positive", input)
-    if alpha.dim() > 1 or alpha.numel() != 1:
-        raise wrong_value("alpha", "a tensor of shape [1] or []", alpha)
-    for name, parameter in (("gamma", gamma), ("beta", beta)):
-        if parameter is not None:
-            check_shape(name, parameter, input.shape[-1:], "hidden_size")
+    hidden_size = check_columns(input)
+    check_single(alpha=alpha)
+    check_shape("gamma", gamma, (hidden_size,), "hidden_size")
+    check_shape("beta", beta, (hidden_size,), "hidden_size")
     return _compute(input, alpha, gamma, beta, ())

@@ -18,7 +18,7 @@ from liger_ops.arguments import (
     check_shape,
     wrong_value,
 )
-from liger_ops.norm.checks import as_number
+from liger_ops.norm.checks import as_number, check_columns
 from liger_ops.norm.sliced_norm import ACTIVATIONS, SlicedNormOptions, run
 
 GatedCasting = Literal["gemma", "llama"]
@@ -58,12 +58,9 @@ def gated_rms_norm(
     """
     check_floating_tensors("input", input, optional=False, gate=gate)
     check_floating_tensors("input", input, weight=weight)
-    hidden_size = input.shape[-1] if input.dim() else 0
-    if hidden_size == 0:
-        raise wrong_value("input", "a tensor of shape [*, hidden_size], hidden_size positive", input)
+    hidden_size = check_columns(input)
     check_shape("gate", gate, input.shape, "input's")
-    if weight is not None:
-        check_shape("weight", weight, (hidden_size,), "hidden_size")
+    check_shape("weight", weight, (hidden_size,), "hidden_size")
     eps = as_number("eps", eps, at_least=0)
     check_integer("group_size", group_size, at_least=1, optional=True)
     if group_size is not None and hidden_size % group_size:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.autograd import differentiable
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.reductions import moments, sum_parts
-from liger_ops.recipes import made
 
 
-def group_norm_reference(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def group_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float) -> Tensor:
     """PyTorch's own GroupNorm in float32 or wider, rounded to x's dtype."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (weight, bias))
@@ -248,6 +248,7 @@ def _group_norm_backward(
     bias: Tensor | None,
     statistics: Tensor,
     num_groups: int,
+    eps: float,
     needs: list[bool],
 ) -> list[Tensor]:
     """Returns those gradients of x, weight and bias that are needed."""
@@ -267,22 +268,7 @@ def _group_norm_backward(
     return gradients
 
 
-class GroupNormFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float) -> Tensor:
-        y, statistics = _group_norm_forward(x, weight, bias, num_groups, eps)
-        ctx.save_for_backward(x, weight, bias, statistics)
-        ctx.num_groups = num_groups
-        return y
-
-    @staticmethod
-    @backend.once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        needs = list(ctx.needs_input_grad[:3])
-        gradients = _group_norm_backward(grad_y, *ctx.saved_tensors, ctx.num_groups, needs)
-        return *backend.spread(gradients, needs), None, None
+_compute = differentiable("GroupNormFunction", group_norm_reference, _group_norm_forward, _group_norm_backward)
 
 
 def group_norm(
@@ -313,17 +299,7 @@ def group_norm(
         raise wrong_value("input", "a tensor of shape [batch_size, num_channels, *]", input)
     num_channels = input.shape[1]
     num_groups = as_num_groups(num_groups, num_channels)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != (num_channels,):
-            check_shape(name, parameter, (num_channels,), "num_channels")
+    check_shape("weight", weight, (num_channels,), "num_channels")
+    check_shape("bias", bias, (num_channels,), "num_channels")
     eps = as_number("eps", eps, at_least=0)
-    return _compute(input, weight, bias, num_groups, eps)
-
-
-def _compute(input: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float) -> Tensor:
-    if not backend.runs_on_triton(input, weight, bias):
-        return group_norm_reference(input, num_groups, weight, bias, eps)
-    args = input, weight, bias, num_groups, eps
-    if not backend.needs_graph(input, weight, bias):
-        return _group_norm_forward(*args)[0]
-    return made(GroupNormFunction.apply(*args), _compute, *args)
+    return _compute(input, weight, bias, (num_groups, eps))

@@ -1,13 +1,8 @@
 """LayerNorm: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)**2) + eps).
 
 Statistics, products and the gradients of weight and bias are float32 for every half-precision input, and y is rounded
-once; squares are taken of centered values, so a large mean costs no accuracy. With n = (x - mean) * rstd,
-
-    dx = rstd * (dy * weight - n * mean(dy * weight * n) - mean(dy * weight))
-    dweight = sum over rows of dy * n        dbias = sum over rows of dy
-
-Saved: x, weight, bias, rstd and mean (8 bytes per row). Ops: :mod:`liger_ops.norm.row_norm`.
-Source: arXiv:1607.06450.
+once; squares are taken of centered values, so a large mean costs no accuracy. Saved: x, weight, bias, rstd and mean (8
+bytes per row). Ops: :mod:`liger_ops.norm.row_norm`; gradients: :mod:`liger_ops.norm.kernels`. Source: arXiv:1607.06450.
 """
 
 import math

@@ -8,7 +8,7 @@ y is rounded once. Gradients and kernels: :mod:`liger_ops.norm.sliced_kernels`. 
 from torch import Tensor
 
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
-from liger_ops.norm.checks import as_number
+from liger_ops.norm.checks import as_number, check_columns
 from liger_ops.norm.sliced_norm import SlicedNormOptions, run
 
 
@@ -42,9 +42,7 @@ def modulated_rms_norm(
     """
     check_floating_tensors("input", input, optional=False, scale=scale)
     check_floating_tensors("input", input, weight=weight, shift=shift)
-    hidden_size = input.shape[-1] if input.dim() else 0
-    if hidden_size == 0:
-        raise wrong_value("input", "a tensor of shape [batch_size, *, hidden_size], hidden_size positive", input)
+    hidden_size = check_columns(input, "[batch_size, *, hidden_size]")
     missing = input.dim() - scale.dim()
     shape = (*scale.shape[:-1], *[1] * missing, *scale.shape[-1:])
     num_leading = max([0, *[index + 1 for index, size in enumerate(shape[:-1]) if size != 1]])
@@ -52,10 +50,8 @@ def modulated_rms_norm(
     if scale.dim() == 0 or missing < 0 or (*shape[:num_leading], shape[-1]) != sizes:
         expected = f"[batch_size, hidden_size] or with more leading dimensions of input's shape {tuple(input.shape)}"
         raise wrong_value("scale", expected, scale)
-    if weight is not None:
-        check_shape("weight", weight, (hidden_size,), "hidden_size")
-    if shift is not None:
-        check_shape("shift", shift, scale.shape, "scale's")
+    check_shape("weight", weight, (hidden_size,), "hidden_size")
+    check_shape("shift", shift, scale.shape, "scale's")
     eps, offset = as_number("eps", eps, at_least=0), as_number("offset", offset)
     if offset and weight is None:
         raise wrong_value("offset", "0 without a weight, which it is added to", offset)

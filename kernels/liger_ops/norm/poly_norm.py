@@ -9,23 +9,20 @@ Arithmetic is float32, and y is rounded once. Backward computes the powers and r
 rows, and its sums are added in a fixed order, so results repeat. Saved: x, w, b. Source: arXiv:2411.03884.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
+from liger_ops.arguments import check_floating_tensors, check_shape, check_single
 from liger_ops.autograd import differentiable
 from liger_ops.backend import RowLaunch
-from liger_ops.norm.checks import as_number
+from liger_ops.norm.checks import as_number, check_columns
 
 
 def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """PolyNorm in plain PyTorch, in float32 or wider, rounded once."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = bias.to(wide.dtype)
     for factor, power in zip(weight.to(wide.dtype), (wide * wide * wide, wide * wide, wide), strict=True):
@@ -143,29 +140,14 @@ def _backward_kernel(
     tl.store(part_ptr + 3, tl.sum(sum0))
 
 
-def _launch(kernel: Any, num_programs: int, x: Tensor, weight: Tensor, eps: float, **others: Any) -> None:
-    rows, launch = backend.as_rows(x, x.shape[-1]), choose_launch(x.shape[-1])
-    kernel.launch(
-        num_programs,
-        x_ptr=rows,
-        weight_ptr=weight.contiguous(),
-        x_row_stride=rows.stride(0),
-        num_rows=rows.shape[0],
-        num_columns=rows.shape[1],
-        eps=eps,
-        BLOCK_ROWS=launch.block_rows,
-        BLOCK_SIZE=launch.block_size,
-        num_warps=launch.num_warps,
-        **others,
-    )
-
-
 @backend.register_op("poly_norm_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
 def _poly_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> list[Tensor]:
     y = x.new_empty(x.shape)
     if y.numel():
-        num_tiles = choose_launch(x.shape[-1]).num_programs(x.numel() // x.shape[-1])
-        _launch(_forward_kernel, num_tiles, x, weight, eps, bias_ptr=bias, y_ptr=y)
+        launch = choose_launch(x.shape[-1])
+        num_tiles = launch.num_programs(x.numel() // x.shape[-1])
+        weight = weight.contiguous()
+        launch.run(_forward_kernel, num_tiles, {"x": x}, weight_ptr=weight, bias_ptr=bias, y_ptr=y, eps=eps)
     return [y]
 
 
@@ -181,10 +163,9 @@ def _poly_norm_backward(
     launch = choose_launch(x.shape[-1])
     num_programs = min(launch.num_programs(x.numel() // x.shape[-1]), 4 * backend.hardware(x.device).multiprocessors)
     parts = x.new_empty((num_programs, 4), dtype=torch.float32)
-    grad_rows = backend.as_rows(grad_y, x.shape[-1])
-    others = {"grad_y_row_stride": grad_rows.stride(0), "NUM_STAGES": launch.num_stages}
-    pointers = {"grad_y_ptr": grad_rows, "grad_x_ptr": grad_x, "parts_ptr": parts}
-    _launch(_backward_kernel, num_programs, x, weight, eps, **pointers, **others)
+    pointers = {"weight_ptr": weight.contiguous(), "grad_x_ptr": grad_x, "parts_ptr": parts}
+    rows = {"x": x, "grad_y": grad_y}
+    launch.run(_backward_kernel, num_programs, rows, eps=eps, NUM_STAGES=launch.num_stages, **pointers)
     sums = parts.sum(dim=0)
     if grad_weight is not None:
         grad_weight.copy_(sums[:3])
@@ -213,11 +194,9 @@ def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) ->
         ValueError: If shapes or devices do not fit together, or eps is negative or not finite.
     """
     check_floating_tensors("input", input, optional=False, weight=weight, bias=bias)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise wrong_value("input", "a tensor of shape [*, hidden_size], hidden_size positive", input)
+    check_columns(input)
     check_shape("weight", weight, (3,))
-    if bias.dim() > 1 or bias.numel() != 1:
-        raise wrong_value("bias", "a tensor of shape [1] or []", bias)
+    check_single(bias=bias)
     eps = as_number("eps", eps, at_least=0)
     if input.shape[-1] > MAX_COLUMNS:
         return poly_norm_reference(input, weight, bias, eps)

@@ -3,12 +3,10 @@
 The mean of squares and the weight gradient are float32 for every half-precision input. ``casting`` says where rounding
 happens: "gemma" computes in float32 and rounds the result once; "llama" rounds x * rstd to x's dtype before the weight
 is applied; "none" rounds wherever ``x * rstd * (offset + weight)`` on tensors of those dtypes would: rstd, x * rstd,
-offset + weight and the product. Backward treats rounding as the identity. With n = x * rstd and s = offset + weight,
+offset + weight and the product. Backward treats rounding as the identity.
 
-    dx = rstd * (dy * s - n * mean(dy * s * n))        dweight = sum over rows of dy * n
-
-Saved: x (the sum, if there was one), weight, rstd (4 bytes per row). Ops: :mod:`liger_ops.norm.row_norm`.
-Source: arXiv:1910.07467.
+Saved: x (the sum, if there was one), weight, rstd (4 bytes per row). Ops: :mod:`liger_ops.norm.row_norm`; gradients:
+:mod:`liger_ops.norm.kernels`. Source: arXiv:1910.07467.
 """
 
 import math

@@ -56,7 +56,7 @@ def sliced_norm_reference(
 
 
 _TENSORS = "Tensor x, Tensor? gate, Tensor? weight, Tensor? scale, Tensor? shift"
-_OPTIONS = "int num_groups, float eps, float offset, str gating, str activation, str casting"
+_OPTIONS = backend.schema_of(SlicedNormOptions)
 
 
 def _allocate(x: Tensor, gate: Tensor | None, weight: Tensor | None, *others: Any) -> list[Tensor]:
