@@ -291,8 +291,11 @@ class LigerMonitor(L.Callback):
         self.points.append({"step": lap.step, **metrics})
         metrics.pop("loss", None)
         if trainer.is_global_zero:
+            named = {f"monitor/{name}": value for name, value in metrics.items()}
+            if self._totals["tokens"]:
+                named["num_tokens"] = self._totals["tokens"] - self._totals["padding"]  # as TRL counts
             for logger in trainer.loggers:
-                logger.log_metrics({f"monitor/{name}": value for name, value in metrics.items()}, step=lap.step)
+                logger.log_metrics(named, step=lap.step)
             for name, (title, text) in _SHOWN.items():
                 if name in metrics:
                     self._shown[title] = text(metrics[name])

@@ -199,6 +199,30 @@ def test_numbers_go_on_after_resuming_and_start_again_with_another_training(tmp_
         assert (first.results["steps"], first.results["tokens"]) == (6 * epoch, 6 * epoch * TOKENS)
 
 
+def test_num_tokens_is_without_padding_since_training_began(tmp_path, clock):
+    batches = make_batches(0, 6)
+    for number, batch in enumerate(batches):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, : number + 1] = 0
+
+    class Saving(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 3:
+                trainer.save_checkpoint(tmp_path / "2.ckpt")
+
+    found = []
+    for name, ckpt_path in (("first", None), ("resumed", tmp_path / "2.ckpt")):
+        trainer = make_trainer(
+            clock, LigerMonitor(every_n_steps=1, skip_steps=0), Saving(), root=tmp_path, accumulate_grad_batches=2,
+            max_steps=2 if ckpt_path is None else 3, logger=CSVLogger(tmp_path, name, version=""),
+        )  # fmt: skip
+        trainer.fit(LM(), DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+        with (tmp_path / name / "metrics.csv").open() as file:
+            found += [float(row["num_tokens"]) for row in csv.DictReader(file) if row.get("num_tokens")]
+    # This loader cannot resume: it gives its first batches again.
+    assert found == [2 * TOKENS - 3, 4 * TOKENS - 10, 6 * TOKENS - 13]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("device lost"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_an_interrupted_training_keeps_the_open_lap(tmp_path, clock, error):
     class Failing(Callback):
