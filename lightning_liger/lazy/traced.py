@@ -138,6 +138,9 @@ class TracedLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not torch.compiler.is_dynamo_compiling():
+            if torch._guards.TracingContext.try_get() is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
             return func(*_each(_settled, args), **_each(_settled, kwargs))
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
