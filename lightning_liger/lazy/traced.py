@@ -6,7 +6,7 @@ logits. Those that stay in their graph have the real values too, which it drops 
 leave it are one row of the vocabulary, expanded to the shape of the logits: outside of compiled code they stand for
 :class:`~.LazyLogits`, which they become once any function of PyTorch gets them. In the next graph of the same model,
 after a graph break, they still are traced logits, unless such a function got them between, which may have written to
-them: then functions of them break the graph.
+them, or an optimizer made a step: then functions of them break the graph.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class TracedLogits(Tensor):
     transform: LogitTransform
     vocab_dim: int  # not negative
     memory: _Memory
-    values: Tensor | None  # which no graph computes if nothing reads them; those without get some once written to
+    computed: Tensor | None  # the values, which no graph computes if nothing reads them, or what was written
     source: tuple[TracedLogits, str, Any, Any] | None  # of a view without values: the base, method and arguments
     period: Period  # in which they were made
+    frame: str  # the code in whose graph they were made
 
     @classmethod
     def of(
@@ -74,7 +75,8 @@ class TracedLogits(Tensor):
         values: Tensor | None = None,
     ) -> TracedLogits:
         self.hidden_states, self.head, self.transform, self.vocab_dim = hidden_states, head, transform, vocab_dim
-        self.memory, self.values, self.source, self.period = memory, values, None, clock.period
+        self.memory, self.computed, self.source = memory, values, None
+        self.period, self.frame = clock.period, _frame()
         return self
 
     def valued(self, values: Tensor, memory: _Memory | None = None) -> TracedLogits:
@@ -92,10 +94,15 @@ class TracedLogits(Tensor):
     def is_differentiable(self) -> bool:
         return torch.is_grad_enabled() and (self.hidden_states.requires_grad or self.head.requires_grad)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether code outside of graphs may have changed the values since a graph made these."""
+        return self.memory.is_touched or self.period.is_over
+
     def compute(self) -> Tensor:
         """The real logits."""
-        if self.values is not None:
-            return self.values
+        if self.computed is not None:
+            return self.computed
         return self.transform.apply(self.head.project(self.tokens)).movedim(-1, self.vocab_dim)
 
     def cross_entropy(
@@ -122,12 +129,12 @@ class TracedLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return self.as_subclass(Tensor)
         self.memory.is_touched = True
-        if self.values is not None:
-            return self.values
+        if self.computed is not None:
+            return self.computed
         found = vars(self)
         if "lazy" in found:
             return found["lazy"]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.hidden_states.requires_grad or self.head.requires_grad):
             if self.source is not None:
                 base, name, args, kwargs = self.source
                 found["lazy"] = getattr(Tensor, name)(base.as_lazy(), *args, **kwargs)
@@ -155,14 +162,16 @@ class TracedLogits(Tensor):
         x, name = args[0] if args else None, _name_of(func)
         found = _traced_in((args, kwargs))
         for each in found:
-            if each.memory.is_touched and each.values is None:
+            if each.computed is not None and each.frame != _frame():
+                _warn_of("a graph break", [each])
+            elif each.computed is None and each.is_stale:
                 torch._dynamo.graph_break()
         if isinstance(x, TracedLogits):
-            if not x.memory.is_written and not x.memory.is_touched:
+            if not x.memory.is_written and not x.is_stale:
                 result = _recorded(func, name, x, *args[1:], **kwargs)
-                if x.values is not None and isinstance(result, TracedLogits) and result is not x:
+                if x.computed is not None and isinstance(result, TracedLogits) and result is not x:
                     with torch._C.DisableTorchFunctionSubclass():
-                        return result.valued(func(x.values, *args[1:], **kwargs), x.memory)
+                        return result.valued(func(x.computed, *args[1:], **kwargs), x.memory)
                 if result is not NotImplemented:
                     return result
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
@@ -219,6 +228,12 @@ def _warn_of(name: str, found: list[TracedLogits]) -> None:
 
 
 @torch.compiler.assume_constant_result
+def _frame() -> str:
+    compile_id = torch._guards.CompileContext.current_compile_id()  # nothing public says it
+    return str(getattr(compile_id, "frame_id", ""))
+
+
+@torch.compiler.assume_constant_result
 def _warn(name: str, vocab_size: int, dtype: torch.dtype) -> int:
     warn_traced(name, vocab_size, dtype)
     return 0
@@ -226,7 +241,7 @@ def _warn(name: str, vocab_size: int, dtype: torch.dtype) -> int:
 
 def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     """A function that writes to its first argument."""
-    if x.values is None and x.memory.is_shared:
+    if x.computed is None and x.memory.is_shared:
         raise RuntimeError(
             f"{name} writes, in compiled code, to an LM head's output that shares its memory with views of it, which"
             " would not see it: write to logits.clone()"
@@ -235,7 +250,7 @@ def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> 
     values = x.compute()
     with torch._C.DisableTorchFunctionSubclass():
         func(values, *_each(_computed, args), **_each(_computed, kwargs))
-    x.values, x.memory.is_written = values, True
+    x.computed, x.memory.is_written = values, True
     return x
 
 
@@ -266,7 +281,7 @@ _LAYOUTS = (
 
 def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     """A function of the layout, applied to the hidden states, if the vocabulary stays whole."""
-    without_values = x if x.values is None else TracedLogits.of(x.hidden_states, x.head, x.transform, x.vocab_dim)
+    without_values = x if x.computed is None else TracedLogits.of(x.hidden_states, x.head, x.transform, x.vocab_dim)
     with torch._C.DisableTorchFunctionSubclass():
         apply = Tensor.reshape if name == "view" else func  # as other memory may allow other views
         result = apply(without_values, *args, **kwargs)
@@ -286,7 +301,7 @@ def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) 
 
 def _shared(view: TracedLogits, base: TracedLogits, name: str, args: Any = (), kwargs: Any = None) -> TracedLogits:
     """``view``, which method ``name`` made of ``base``, in its memory."""
-    if base.values is None:
+    if base.computed is None:
         view.memory, view.source = base.memory, (base, name, args, kwargs or {})
         view.memory.is_shared = True
     return view

@@ -43,7 +43,7 @@ class Graphs:
 def compiled(function: Any, **options: Any) -> tuple[Any, Graphs]:
     torch._dynamo.reset()
     graphs = Graphs(options.pop("vocab_size", VOCAB))
-    return torch.compile(function, backend=graphs, fullgraph=True, **options), graphs
+    return torch.compile(function, backend=graphs, **{"fullgraph": True, **options}), graphs
 
 
 class Head(nn.Module):
@@ -185,6 +185,108 @@ def test_writes_to_views_are_refused() -> None:
     _, patched = pair(lambda x, y: x.view(-1, VOCAB).mul_(2).sum() + x.sum())
     with pytest.raises(Exception, match=r"mul_ writes, in compiled code, .* write to logits.clone\(\)"):
         compiled(patched)[0](*batch())
+
+
+# Head and loss in different graphs
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def broken(*results: Any) -> Any:
+    """The last of them, after a graph break."""
+    torch._dynamo.graph_break()
+    return results[-1]
+
+
+@torch.compiler.disable
+def outside(function: Callable[..., Any], *inputs: Any) -> Any:
+    return function(*inputs)
+
+
+ACROSS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "as they are": lambda x, y: mean_loss(broken(x), y),
+    "scaled": lambda x, y: mean_loss(broken(x * 2).float() / 3, y),
+    "views": lambda x, y: mean_loss(broken(x[:, :-1]), y[:, 1:]),
+    "two losses": lambda x, y: broken(mean_loss(x, y)) + mean_loss(x / 2, y),
+    "read": lambda x, y: (outside(lambda z: z.argmax(-1), x), mean_loss(x, y))[1],
+    "recorded": lambda x, y: mean_loss(outside(lambda z: z * 2, x), y),
+    "written": lambda x, y: (outside(lambda z: z.mul_(2), x), mean_loss(x, y))[1],
+}
+ACROSS_WITH_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "values": lambda x, y: broken(x).softmax(-1).square().sum(),
+    "written after": lambda x, y: (broken(x).mul_(2), mean_loss(x, y))[1],
+    "written before": lambda x, y: mean_loss(broken(x.mul_(2), x), y),
+    "masked": lambda x, y: (outside(lambda z: z.__setitem__((..., 0), -1.0), x), mean_loss(x, y))[1],
+    "view written": lambda x, y: (outside(lambda z: z[0].mul_(2), x), mean_loss(x, y))[1],
+    "earlier view written": lambda x, y: (outside(lambda z: z.mul_(2), x.transpose(0, 1)[1:]), mean_loss(x, y))[1],
+    "earlier view of written": lambda x, y: (z := x.detach(), outside(lambda x: x.mul_(2), x), z.sum() * x.sum())[2],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*materializes the logits")
+@pytest.mark.parametrize(("place", "name"), list(enumerate([*ACROSS, *ACROSS_WITH_VALUES])))
+def test_graph_breaks_change_nothing(place: int, name: str) -> None:
+    program = (ACROSS | ACROSS_WITH_VALUES)[name]
+    is_around = place % 2 == 1
+    results = []
+    for model in pair((lambda x, y: x) if is_around else program):
+        function: Any = (lambda *inputs, model=model: program(model(*inputs), inputs[1])) if is_around else model
+        if results:
+            function, graphs = compiled(function, fullgraph=False)
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        torch.manual_seed(place)
+        for _ in range(2):
+            losses.append(function(*batch()))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((losses, list(model.parameters())))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    assert 2 <= graphs.num_graphs <= 3
+    assert graphs.largest <= VOCAB * HIDDEN or is_around or name in ACROSS_WITH_VALUES
+
+
+def test_logits_that_a_function_takes_across_a_graph_break_are_named() -> None:
+    _, patched = pair(lambda x, y: x)
+    with pytest.warns(UserWarning, match="a graph break on an LM head's output materializes the logits"):
+        compiled(lambda *inputs: ACROSS["as they are"](patched(*inputs), inputs[1]), fullgraph=False)[0](*batch())
+
+
+@pytest.mark.parametrize("is_around", [False, True], ids=["model", "function"])
+def test_logits_of_a_graph_are_those_of_its_time_in_another(is_around: bool) -> None:
+    stock, patched = pair(lambda x, y: x)
+    inputs = batch()
+    logits = compiled((lambda *i: patched(*i)) if is_around else patched)[0](*inputs)
+    loss_of, _ = compiled(mean_loss, fullgraph=False)
+    want = mean_loss(stock(*inputs), inputs[1])
+    torch.testing.assert_close(loss_of(logits, inputs[1]), want)
+    want.backward()
+    loss_of(logits, inputs[1]).backward()
+    torch.testing.assert_close([p.grad for p in patched.parameters()], [p.grad for p in stock.parameters()])
+    torch.optim.SGD(patched.parameters(), 0.1).step()
+    if is_around:
+        torch.testing.assert_close(loss_of(logits, inputs[1]), want)
+    else:
+        with pytest.raises(RuntimeError, match="an optimizer has changed its parameters since the head was called"):
+            loss_of(logits, inputs[1])
+
+
+@pytest.mark.parametrize("is_grad_first", [False, True])
+def test_gradients_are_those_of_where_the_head_is_called(is_grad_first: bool) -> None:
+    def program(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(is_grad_first):
+            logits = model(ids, targets)
+        with torch.set_grad_enabled(not is_grad_first):
+            return mean_loss(logits, targets), logits
+
+    stock, patched = pair(lambda x, y: x)
+    inputs = batch()
+    with lazy_logits():
+        loss, logits = compiled(lambda *inputs: program(patched, *inputs))[0](*inputs)
+    torch.testing.assert_close(loss, program(stock, *inputs)[0])
+    assert (loss.requires_grad, logits.requires_grad) == (False, is_grad_first)
 
 
 # Outside of compiled code
