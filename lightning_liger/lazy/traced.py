@@ -258,6 +258,10 @@ def _recorded(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) 
     """The result of a function without the values, or ``NotImplemented``."""
     if name in _RECORDED:
         return _RECORDED[name](x, *args, **kwargs)
+    if name == "__getitem__" and x.vocab_dim == x.hidden_states.ndim - 1:
+        result = _columns(x, *args)
+        if result is not NotImplemented:
+            return result
     if name in _LAYOUTS:
         return _followed(func, name, x, *args, **kwargs)
     if name == "requires_grad":
@@ -297,6 +301,15 @@ def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) 
     else:
         hidden_states = func(x.hidden_states, *args, **kwargs)
     return _shared(TracedLogits.of(hidden_states, x.head, x.transform, places[0]), x, name, args, kwargs)
+
+
+def _columns(x: TracedLogits, index: Any) -> Any:
+    """A slice of the vocabulary, which comes last, of all tokens."""
+    is_columns = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
+    if not is_columns or x.transform.normalized:
+        return NotImplemented
+    head = x.head.map(lambda parameter: parameter[index[1]])
+    return _shared(TracedLogits.of(x.hidden_states, head, x.transform, x.vocab_dim), x, "__getitem__", (index,))
 
 
 def _shared(view: TracedLogits, base: TracedLogits, name: str, args: Any = (), kwargs: Any = None) -> TracedLogits:
