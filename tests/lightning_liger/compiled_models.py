@@ -65,7 +65,8 @@ def compare(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Graphs, floa
     """
     torch.compiler.reset()
     batch_size, num_tokens = len(batch["labels"]), batch["labels"].numel()
-    watch = Graphs(model.get_output_embeddings().weight.shape[0], {num_tokens, num_tokens - batch_size})
+    vocab_size = len(next(model.get_output_embeddings().parameters()))  # of the first if these are a list
+    watch = Graphs(vocab_size, {num_tokens, num_tokens - batch_size})
     loss, grads = run(model, batch)
     compiled_loss, compiled_grads = run(model, batch, backend=watch)
     least = torch.stack([grad.norm() for grad in grads]).max() / 1000  # as biases of keys have a gradient of rounding

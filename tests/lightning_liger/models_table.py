@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.patching import PatchEntry
+from tests.lightning_liger import compiled_models
 from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
 
 COLUMNS = {
@@ -32,9 +33,13 @@ this page.
 - A kernel's name: every module of that kind is replaced by it. In parentheses: modules that are not replaced.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
 - Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
+- `torch.compile`: the graphs of a training step of the patched model on a CPU, with those of the stock model in
+  parentheses if they are others. "Real logits": a graph has a tensor of tokens times vocabulary. "Stock: no": `torch.compile`
+  fails on the stock model. Losses and gradients are those of eager code. [Below](#models-under-torchcompile) are counts
+  and reasons.
 
-| architecture | norms | rotary | MLP | experts | loss |
-|---|---|---|---|---|---|
+| architecture | norms | rotary | MLP | experts | loss | `torch.compile` |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -54,14 +59,26 @@ def _loss(model: PreTrainedModel) -> str:
     return "fused" if is_fused else "materialized logits"
 
 
+def _compiled(model_type: str) -> str:
+    """What :mod:`tests.lightning_liger.compiled_models` has measured, empty if the model computes no loss."""
+    found = compiled_models.read().get(model_type, {})
+    if isinstance(found.get("stock"), str):
+        return "stock: no"
+    if not isinstance(found.get("patched"), int):
+        return "no" if "patched" in found else ""
+    others = "" if found["stock"] == found["patched"] else f" (stock: {found['stock']})"
+    logits = ", real logits" if found["patched_logits"] else ""
+    return f"{found['patched']} graph{'s' * (found['patched'] > 1)}{others}{logits}"
+
+
 def row(model_type: str) -> str:
     """One line of the table."""
     if model_type in UNBUILDABLE:
-        return f"| {model_type} | not tried: {UNBUILDABLE[model_type]} | | | | |\n"
+        return f"| {model_type} | not tried: {UNBUILDABLE[model_type]} | | | | | |\n"
     model = tiny_causal_lm(model_type)
     entries = apply_liger_kernels(model).entries
     cells = [_cell(column, entries) for column in COLUMNS]
-    return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} |\n"
+    return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} | {_compiled(model_type)} |\n"
 
 
 def table(model_types: Iterable[str] = CAUSAL_LM_TYPES) -> str:
