@@ -83,7 +83,9 @@ class TracedLogits(Tensor):
         """The same with ``values``, in ``memory``."""
         traced: Any = values.as_subclass(TracedLogits)
         memory = _Memory() if memory is None else memory
-        return traced._with(self.hidden_states, self.head, self.transform, self.vocab_dim, memory, values)
+        # A view, as the compiler does not expect one of its inputs to be the base of another.
+        own = self.hidden_states, self.head, self.transform, self.vocab_dim
+        return traced._with(*own, memory, values.view(values.shape))
 
     @property
     def tokens(self) -> Tensor:
@@ -152,11 +154,12 @@ class TracedLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not torch.compiler.is_dynamo_compiling():
-            # The compiler asks for the layout of what crosses a graph break. Nothing public says that it does.
-            if torch._guards.TracingContext.try_get() is not None:
+            # The compiler asks for the layout of what crosses a graph break, of which nothing public tells, and its
+            # guards for sizes.
+            if torch._guards.TracingContext.try_get() is not None or _name_of(func) in _TOLD_BY_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            return func(*_each(_settled, args), **_each(_settled, kwargs))
+            return _outside(func, args, kwargs)
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         x, name = args[0] if args else None, _name_of(func)
@@ -165,7 +168,7 @@ class TracedLogits(Tensor):
             if each.computed is not None and each.frame != _frame():
                 _warn_of("a graph break", [each])
             elif each.computed is None and each.is_stale:
-                torch._dynamo.graph_break()
+                return _outside(func, args, kwargs)
         if isinstance(x, TracedLogits):
             if not x.memory.is_written and not x.is_stale:
                 result = _recorded(func, name, x, *args[1:], **kwargs)
@@ -188,6 +191,12 @@ class TracedLogits(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_lazy().__reduce_ex__(protocol)
+
+
+@torch.compiler.disable
+def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of ``func`` in code that is not compiled, of what traced logits stand for there."""
+    return func(*_each(_settled, args), **_each(_settled, kwargs))
 
 
 @torch.compiler.assume_constant_result  # so that it runs while the code is traced
@@ -229,7 +238,10 @@ def _warn_of(name: str, found: list[TracedLogits]) -> None:
 
 @torch.compiler.assume_constant_result
 def _frame() -> str:
-    compile_id = torch._guards.CompileContext.current_compile_id()  # nothing public says it
+    """The code that is traced, of which nothing public is an identity."""
+    # Calls between graphs are not compiled by themselves.
+    torch._dynamo.eval_frame.skip_code(TracedLogits.__torch_function__.__code__)
+    compile_id = torch._guards.CompileContext.current_compile_id()
     return str(getattr(compile_id, "frame_id", ""))
 
 
@@ -266,14 +278,14 @@ def _recorded(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) 
         return _followed(func, name, x, *args, **kwargs)
     if name == "requires_grad":
         return x.is_differentiable
-    if name in _TOLD_BY_SHAPE:
+    if name in (*_TOLD_BY_SHAPE, "grad"):
         with torch._C.DisableTorchFunctionSubclass():
             return func(x, *args, **kwargs)
     return NotImplemented
 
 
 _TOLD_BY_SHAPE = (
-    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "grad", "itemsize", "nbytes"),
+    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes"),
     *("__len__", "size", "dim", "ndimension", "nelement", "numel", "element_size", "get_device"),
     *("is_floating_point", "is_complex"),
 )
