@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import TokenStats, linear_cross_entropy
@@ -102,9 +103,10 @@ class TracedLogits(Tensor):
         return self.memory.is_touched or self.period.is_over
 
     def compute(self) -> Tensor:
-        """The real logits."""
+        """The real logits, in code where functions of traced logits are those of tensors."""
         if self.computed is not None:
-            return self.computed
+            # Only of the same graph, as the compiler's inputs are plain tensors.
+            return self if self.frame == _frame() else self.computed
         return self.transform.apply(self.head.project(self.tokens)).movedim(-1, self.vocab_dim)
 
     def cross_entropy(
@@ -131,21 +133,21 @@ class TracedLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return self.as_subclass(Tensor)
         self.memory.is_touched = True
+        found = vars(self)
         if self.computed is not None:
             return self.computed
-        found = vars(self)
         if "lazy" in found:
             return found["lazy"]
         with torch.set_grad_enabled(self.hidden_states.requires_grad or self.head.requires_grad):
-            if self.source is not None:
+            if self.source is None:
+                vocab_dim = self.vocab_dim - self.hidden_states.ndim
+                expression = Expression(self.hidden_states, self.head, self.transform, vocab_dim)
+                if self.period.has_changed(expression.tensors().values()):
+                    expression.refused = CHANGED
+                found["lazy"] = LazyLogits.of(expression)
+            else:
                 base, name, args, kwargs = self.source
                 found["lazy"] = getattr(Tensor, name)(base.as_lazy(), *args, **kwargs)
-                return found["lazy"]
-            vocab_dim = self.vocab_dim - self.hidden_states.ndim
-            expression = Expression(self.hidden_states, self.head, self.transform, vocab_dim)
-            if self.period.has_changed(expression.tensors().values()):
-                expression.refused = CHANGED
-            found["lazy"] = LazyLogits.of(expression)
         return found["lazy"]
 
     @classmethod
@@ -174,7 +176,7 @@ class TracedLogits(Tensor):
                 result = _recorded(func, name, x, *args[1:], **kwargs)
                 if x.computed is not None and isinstance(result, TracedLogits) and result is not x:
                     with torch._C.DisableTorchFunctionSubclass():
-                        return result.valued(func(x.computed, *args[1:], **kwargs), x.memory)
+                        return result.valued(func(x.compute(), *args[1:], **kwargs), x.memory)
                 if result is not NotImplemented:
                     return result
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
@@ -239,8 +241,11 @@ def _warn_of(name: str, found: list[TracedLogits]) -> None:
 @torch.compiler.assume_constant_result
 def _frame() -> str:
     """The code that is traced, of which nothing public is an identity."""
-    # Calls between graphs are not compiled by themselves.
+    # Nothing public says these either: calls between graphs are not compiled by themselves, and functions that call a
+    # method of their argument depend on its type, for which the compiler does not ask then.
     torch._dynamo.eval_frame.skip_code(TracedLogits.__torch_function__.__code__)
+    overridable = torch._dynamo.variables.torch.get_overridable_functions()
+    overridable.update((F.tanh, F.sigmoid, F.hardsigmoid, F.hardswish))
     compile_id = torch._guards.CompileContext.current_compile_id()
     return str(getattr(compile_id, "frame_id", ""))
 
@@ -262,7 +267,9 @@ def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> 
     values = x.compute()
     with torch._C.DisableTorchFunctionSubclass():
         func(values, *_each(_computed, args), **_each(_computed, kwargs))
-    x.computed, x.memory.is_written = values, True
+    if x.computed is None:
+        x.computed, x.frame = values, ""
+    x.memory.is_written = True
     return x
 
 

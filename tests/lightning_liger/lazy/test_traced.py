@@ -93,7 +93,11 @@ ELEMENTWISE: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.to(x.device).view(x.shape),
     lambda x: x if x.requires_grad == torch.is_grad_enabled() else x * 0,
 ]
-SOFTCAPS: list[Callable[[Tensor], Tensor]] = [lambda x: torch.tanh(x / 4) * 4, lambda x: (x / 2).tanh().mul(2)]
+SOFTCAPS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.tanh(x / 4) * 4,
+    lambda x: (x / 2).tanh().mul(2),
+    lambda x: F.tanh(x / 3) * 3,
+]
 CRITERION = nn.CrossEntropyLoss()
 LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: F.cross_entropy(x.view(-1, x.shape[-1]), y.view(-1)),
@@ -153,6 +157,7 @@ NEED_VALUES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "columns and rows": lambda x, y: x.view(-1).square().sum() + x.transpose(1, 2).reshape(BATCH, -1).sum(),
     "written": lambda x, y: (x.mul_(2), x[..., 3].sum(), F.cross_entropy(x.flatten(0, 1), y.flatten()))[2],
     "masked": lambda x, y: (x.__setitem__((..., slice(0, 4)), -1e4), F.cross_entropy(x[1], y[1].clamp(min=4)))[1],
+    "functions of methods": lambda x, y: (F.sigmoid(x) + F.hardswish(x) + F.tanh(x.tanh())).square().sum(),
     "custom op": lambda x, y: torch.ops.lightning_liger_tests.double(x).sum(),
     "function": lambda x, y: Doubled.apply(x).square().sum(),
     "checkpoint": lambda x, y: checkpoint(lambda z: z.softmax(-1)[..., 3].sum(), x * 2, use_reentrant=False),
@@ -225,6 +230,7 @@ ACROSS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 ACROSS_WITH_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "values": lambda x, y: broken(x).softmax(-1).square().sum(),
+    "function": lambda x, y: Doubled.apply(broken(x)).softmax(-1).square().sum(),
     "written after": lambda x, y: (broken(x).mul_(2), mean_loss(x, y))[1],
     "written before": lambda x, y: mean_loss(broken(x.mul_(2), x), y),
     "masked": lambda x, y: (outside(lambda z: z.__setitem__((..., 0), -1.0), x), mean_loss(x, y))[1],
