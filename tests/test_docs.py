@@ -17,7 +17,7 @@ from liger_ops.divergence.options import KINDS
 from lightning_liger.losses import cpo, dpo, kto, policy_options, tpo
 from lightning_liger.losses.distillation_options import MODES
 from lightning_liger.strategies.registration import REGISTRATIONS
-from tests.lightning_liger.models_table import HEADER, row
+from tests.lightning_liger.models_table import HEADER, row, summary
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -29,6 +29,7 @@ VERSION = re.search(r"in transformers ([\d.]+)", MODELS)
 
 def test_page_has_the_header_and_every_architecture() -> None:
     assert MODELS.startswith(HEADER.format(version=VERSION.group(1)))
+    assert MODELS.endswith(summary())
     assert len(ROWS) > 180
 
 

@@ -23,10 +23,12 @@ class Period:
 
     def __init__(self) -> None:
         self._changed: set[int] = set()
+        self.is_over = False
 
     def end(self, optimizer: Optimizer) -> None:
         """Notes which parameters the step that ends it changes."""
         self._changed.update(_places_of_parameters(optimizer))
+        self.is_over = True
 
     def has_changed(self, tensors: Iterable[Tensor]) -> bool:
         return not self._changed.isdisjoint(map(_place, tensors))

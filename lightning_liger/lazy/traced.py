@@ -4,7 +4,9 @@ Lazy logits without memory cannot be made in a graph. :class:`TracedLogits` have
 attributes. What is applied to them is recorded at the time of tracing, so that a graph has the fused loss and no
 logits. Those that stay in their graph have the real values too, which it drops unless something reads them. Those that
 leave it are one row of the vocabulary, expanded to the shape of the logits: outside of compiled code they stand for
-:class:`~.LazyLogits`, which they become once any function of PyTorch gets them.
+:class:`~.LazyLogits`, which they become once any function of PyTorch gets them. In the next graph of the same model,
+after a graph break, they still are traced logits, unless such a function got them between, which may have written to
+them, or an optimizer made a step: then functions of them break the graph.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import TokenStats, linear_cross_entropy
@@ -32,6 +35,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.is_written = self.is_shared = False
+        self.is_touched = False  # whether functions outside of compiled code got some of them
 
 
 class TracedLogits(Tensor):
@@ -42,23 +46,25 @@ class TracedLogits(Tensor):
     transform: LogitTransform
     vocab_dim: int  # not negative
     memory: _Memory
-    is_real: bool  # whether these have the values, which no graph computes if nothing reads them
-    written: Tensor | None  # the values of others, once something wrote to them
-    has_graph: bool  # whether gradients were enabled
+    computed: Tensor | None  # the values, which no graph computes if nothing reads them, or what was written
+    source: tuple[TracedLogits, str, Any, Any] | None  # of a view without values: the base, method and arguments
     period: Period  # in which they were made
+    frame: str  # the code in whose graph they were made
 
     @classmethod
     def of(
         cls, hidden_states: Tensor, head: HeadParameters, transform: LogitTransform, vocab_dim: int = -1
     ) -> TracedLogits:
         """Logits without values."""
+        if not torch.is_grad_enabled():
+            hidden_states, head = hidden_states.detach(), head.map(Tensor.detach)
         vocab_dim %= hidden_states.ndim
         sizes = list(hidden_states.shape)
         del sizes[vocab_dim]
         # Strides of 0 and 1 tell where functions of the layout move the vocabulary. Nothing reads the values.
         row = hidden_states.new_full((head.vocab_size,), math.nan, dtype=transform.dtype)
         traced: Any = row.expand(*sizes, head.vocab_size).movedim(-1, vocab_dim).as_subclass(cls)
-        return traced._with(hidden_states, head, transform, vocab_dim, _Memory(), is_real=False)
+        return traced._with(hidden_states, head, transform, vocab_dim, _Memory())
 
     def _with(
         self,
@@ -67,19 +73,20 @@ class TracedLogits(Tensor):
         transform: LogitTransform,
         vocab_dim: int,
         memory: _Memory,
-        is_real: bool,
+        values: Tensor | None = None,
     ) -> TracedLogits:
         self.hidden_states, self.head, self.transform, self.vocab_dim = hidden_states, head, transform, vocab_dim
-        self.memory, self.is_real, self.written, self.has_graph = memory, is_real, None, torch.is_grad_enabled()
-        self.period = clock.period
+        self.memory, self.computed, self.source = memory, values, None
+        self.period, self.frame = clock.period, _frame()
         return self
 
     def valued(self, values: Tensor, memory: _Memory | None = None) -> TracedLogits:
         """The same with ``values``, in ``memory``."""
         traced: Any = values.as_subclass(TracedLogits)
         memory = _Memory() if memory is None else memory
+        # A view, as the compiler does not expect one of its inputs to be the base of another.
         own = self.hidden_states, self.head, self.transform, self.vocab_dim
-        return traced._with(*own, memory, is_real=True)
+        return traced._with(*own, memory, values.view(values.shape))
 
     @property
     def tokens(self) -> Tensor:
@@ -90,10 +97,16 @@ class TracedLogits(Tensor):
     def is_differentiable(self) -> bool:
         return torch.is_grad_enabled() and (self.hidden_states.requires_grad or self.head.requires_grad)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether code outside of graphs may have changed the values since a graph made these."""
+        return self.memory.is_touched or self.period.is_over
+
     def compute(self) -> Tensor:
-        """The real logits of those without values."""
-        if self.written is not None:
-            return self.written
+        """The real logits, in code where functions of traced logits are those of tensors."""
+        if self.computed is not None:
+            # Only of the same graph, as the compiler's inputs are plain tensors.
+            return self if self.frame == _frame() else self.computed
         return self.transform.apply(self.head.project(self.tokens)).movedim(-1, self.vocab_dim)
 
     def cross_entropy(
@@ -116,20 +129,25 @@ class TracedLogits(Tensor):
 
     def as_lazy(self) -> Tensor:
         """What these stand for outside of compiled code: their values if they have some, else lazy logits."""
-        # The compiler makes some that have no attributes yet.
-        if not vars(self) or self.is_real:
+        if not vars(self):  # the compiler makes some that have no attributes yet
             with torch._C.DisableTorchFunctionSubclass():
                 return self.as_subclass(Tensor)
-        if self.written is not None:
-            return self.written
+        self.memory.is_touched = True
         found = vars(self)
-        if "lazy" not in found:
-            vocab_dim = self.vocab_dim - self.hidden_states.ndim
-            expression = Expression(self.hidden_states, self.head, self.transform, vocab_dim)
-            if self.period.has_changed(expression.tensors().values()):
-                expression.refused = CHANGED
-            with torch.set_grad_enabled(self.has_graph):
+        if self.computed is not None:
+            return self.computed
+        if "lazy" in found:
+            return found["lazy"]
+        with torch.set_grad_enabled(self.hidden_states.requires_grad or self.head.requires_grad):
+            if self.source is None:
+                vocab_dim = self.vocab_dim - self.hidden_states.ndim
+                expression = Expression(self.hidden_states, self.head, self.transform, vocab_dim)
+                if self.period.has_changed(expression.tensors().values()):
+                    expression.refused = CHANGED
                 found["lazy"] = LazyLogits.of(expression)
+            else:
+                base, name, args, kwargs = self.source
+                found["lazy"] = getattr(Tensor, name)(base.as_lazy(), *args, **kwargs)
         return found["lazy"]
 
     @classmethod
@@ -138,21 +156,32 @@ class TracedLogits(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not torch.compiler.is_dynamo_compiling():
-            return func(*_each(_settled, args), **_each(_settled, kwargs))
+            # The compiler asks for the layout of what crosses a graph break, of which nothing public tells, and its
+            # guards for sizes.
+            if torch._guards.TracingContext.try_get() is not None or _name_of(func) in _TOLD_BY_SHAPE:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            return _outside(func, args, kwargs)
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         x, name = args[0] if args else None, _name_of(func)
+        found = _traced_in((args, kwargs))
+        for each in found:
+            if each.computed is not None and each.frame != _frame():
+                _warn_of("a graph break", [each])
+            elif each.computed is None and each.is_stale:
+                return _outside(func, args, kwargs)
         if isinstance(x, TracedLogits):
-            if x.written is None and not x.memory.is_written:
+            if not x.memory.is_written and not x.is_stale:
                 result = _recorded(func, name, x, *args[1:], **kwargs)
-                if x.is_real and isinstance(result, TracedLogits) and result is not x:
+                if x.computed is not None and isinstance(result, TracedLogits) and result is not x:
                     with torch._C.DisableTorchFunctionSubclass():
-                        return result.valued(func(*args, **kwargs), x.memory)
+                        return result.valued(func(x.compute(), *args[1:], **kwargs), x.memory)
                 if result is not NotImplemented:
                     return result
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 return _write(func, name, x, *args[1:], **kwargs)
-        _warn_of(name, (args, kwargs))
+        _warn_of(name, found)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_each(_computed, args), **_each(_computed, kwargs))
 
@@ -164,6 +193,12 @@ class TracedLogits(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_lazy().__reduce_ex__(protocol)
+
+
+@torch.compiler.disable
+def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of ``func`` in code that is not compiled, of what traced logits stand for there."""
+    return func(*_each(_settled, args), **_each(_settled, kwargs))
 
 
 @torch.compiler.assume_constant_result  # so that it runs while the code is traced
@@ -185,18 +220,34 @@ def _settled(value: Any) -> Any:
 
 
 def _computed(value: Any) -> Any:
-    return value.compute() if isinstance(value, TracedLogits) and not value.is_real else value
+    return value.compute() if isinstance(value, TracedLogits) else value
 
 
-def _warn_of(name: str, tree: Any) -> None:
-    """Warns, where the code is traced, of logits with a gradient that ``name`` needs."""
+def _traced_in(tree: Any) -> list[TracedLogits]:
     if isinstance(tree, tuple | list):
-        for part in tree:
-            _warn_of(name, part)
-    elif isinstance(tree, dict):
-        _warn_of(name, tuple(tree.values()))
-    elif isinstance(tree, TracedLogits) and tree.written is None and tree.is_differentiable:
-        _warn(name, tree.head.vocab_size, tree.transform.dtype)
+        return [found for part in tree for found in _traced_in(part)]
+    if isinstance(tree, dict):
+        return _traced_in(tuple(tree.values()))
+    return [tree] if isinstance(tree, TracedLogits) else []
+
+
+def _warn_of(name: str, found: list[TracedLogits]) -> None:
+    """Warns, where the code is traced, of logits with a gradient that ``name`` needs."""
+    for each in found:
+        if not each.memory.is_written and each.is_differentiable:
+            _warn(name, each.head.vocab_size, each.transform.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _frame() -> str:
+    """The code that is traced, of which nothing public is an identity."""
+    # Nothing public says these either: calls between graphs are not compiled by themselves, and functions that call a
+    # method of their argument depend on its type, for which the compiler does not ask then.
+    torch._dynamo.eval_frame.skip_code(TracedLogits.__torch_function__.__code__)
+    overridable = torch._dynamo.variables.torch.get_overridable_functions()
+    overridable.update((F.tanh, F.sigmoid, F.hardsigmoid, F.hardswish))
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return str(getattr(compile_id, "frame_id", ""))
 
 
 @torch.compiler.assume_constant_result
@@ -207,19 +258,18 @@ def _warn(name: str, vocab_size: int, dtype: torch.dtype) -> int:
 
 def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     """A function that writes to its first argument."""
-    if not x.is_real and x.written is None and x.memory.is_shared:
+    if x.computed is None and x.memory.is_shared:
         raise RuntimeError(
             f"{name} writes, in compiled code, to an LM head's output that shares its memory with views of it, which"
             " would not see it: write to logits.clone()"
         )
-    _warn_of(name, x)
-    values = _computed(x)
+    _warn_of(name, [x])
+    values = x.compute()
     with torch._C.DisableTorchFunctionSubclass():
         func(values, *_each(_computed, args), **_each(_computed, kwargs))
-    if x.is_real:
-        x.memory.is_written = True
-    else:
-        x.written = values
+    if x.computed is None:
+        x.computed, x.frame = values, ""
+    x.memory.is_written = True
     return x
 
 
@@ -227,18 +277,22 @@ def _recorded(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) 
     """The result of a function without the values, or ``NotImplemented``."""
     if name in _RECORDED:
         return _RECORDED[name](x, *args, **kwargs)
+    if name == "__getitem__" and x.vocab_dim == x.hidden_states.ndim - 1:
+        result = _columns(x, *args)
+        if result is not NotImplemented:
+            return result
     if name in _LAYOUTS:
         return _followed(func, name, x, *args, **kwargs)
     if name == "requires_grad":
         return x.is_differentiable
-    if name in _TOLD_BY_SHAPE:
+    if name in (*_TOLD_BY_SHAPE, "grad"):
         with torch._C.DisableTorchFunctionSubclass():
             return func(x, *args, **kwargs)
     return NotImplemented
 
 
 _TOLD_BY_SHAPE = (
-    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "grad", "itemsize", "nbytes"),
+    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes"),
     *("__len__", "size", "dim", "ndimension", "nelement", "numel", "element_size", "get_device"),
     *("is_floating_point", "is_complex"),
 )
@@ -250,7 +304,7 @@ _LAYOUTS = (
 
 def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
     """A function of the layout, applied to the hidden states, if the vocabulary stays whole."""
-    without_values = TracedLogits.of(x.hidden_states, x.head, x.transform, x.vocab_dim) if x.is_real else x
+    without_values = x if x.computed is None else TracedLogits.of(x.hidden_states, x.head, x.transform, x.vocab_dim)
     with torch._C.DisableTorchFunctionSubclass():
         apply = Tensor.reshape if name == "view" else func  # as other memory may allow other views
         result = apply(without_values, *args, **kwargs)
@@ -265,9 +319,24 @@ def _followed(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) 
         hidden_states = x.hidden_states.reshape(*sizes[:-1], x.hidden_states.shape[-1])
     else:
         hidden_states = func(x.hidden_states, *args, **kwargs)
-    y = TracedLogits.of(hidden_states, x.head, x.transform, places[0])
-    x.memory.is_shared = y.memory.is_shared = True
-    return y
+    return _shared(TracedLogits.of(hidden_states, x.head, x.transform, places[0]), x, name, args, kwargs)
+
+
+def _columns(x: TracedLogits, index: Any) -> Any:
+    """A slice of the vocabulary, which comes last, of all tokens."""
+    is_columns = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)
+    if not is_columns or x.transform.normalized:
+        return NotImplemented
+    head = x.head.map(lambda parameter: parameter[index[1]])
+    return _shared(TracedLogits.of(x.hidden_states, head, x.transform, x.vocab_dim), x, "__getitem__", (index,))
+
+
+def _shared(view: TracedLogits, base: TracedLogits, name: str, args: Any = (), kwargs: Any = None) -> TracedLogits:
+    """``view``, which method ``name`` made of ``base``, in its memory."""
+    if base.computed is None:
+        view.memory, view.source = base.memory, (base, name, args, kwargs or {})
+        view.memory.is_shared = True
+    return view
 
 
 def _changed(x: TracedLogits, dtype: torch.dtype, **changes: Any) -> Any:
@@ -343,9 +412,7 @@ def _nll_loss(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
 
 def _detach(x: TracedLogits) -> Any:
     head = x.head.map(Tensor.detach)
-    y = TracedLogits.of(x.hidden_states.detach(), head, x.transform, x.vocab_dim)
-    x.memory.is_shared = y.memory.is_shared = True
-    return y
+    return _shared(TracedLogits.of(x.hidden_states.detach(), head, x.transform, x.vocab_dim), x, "detach")
 
 
 _RECORDED: dict[str, Callable[..., Any]] = {

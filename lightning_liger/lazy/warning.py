@@ -36,7 +36,7 @@ def warn_traced(operation: str, vocab_size: int, dtype: torch.dtype) -> None:
         _warned_operations.add(("traced", operation))
         rank_zero_warn(
             f"{operation.strip('_')} on an LM head's output materializes the logits, [..., {vocab_size}] {dtype}, in"
-            f" the code that is compiled at {_calling_line()}. The result is right, but the loss is not fused."
+            f" the code that is compiled at {_calling_line()}. The result is right, but takes their memory."
         )
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.patching import PatchEntry
+from tests.lightning_liger import compiled_models
 from tests.lightning_liger.architectures import CAUSAL_LM_TYPES, UNBUILDABLE, tiny_causal_lm, tiny_inputs
 
 COLUMNS = {
@@ -32,9 +33,29 @@ this page.
 - A kernel's name: every module of that kind is replaced by it. In parentheses: modules that are not replaced.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
 - Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
+- `torch.compile`: the graphs of a training step of the patched model, as many as of the stock model if none are in
+  parentheses. "Real logits": a graph has a tensor of the size of the logits. [Below](#models-under-torchcompile) are
+  counts and reasons.
 
-| architecture | norms | rotary | MLP | experts | loss |
-|---|---|---|---|---|---|
+| architecture | norms | rotary | MLP | experts | loss | `torch.compile` |
+|---|---|---|---|---|---|---|
+"""
+
+
+SUMMARY = """
+## Models under torch.compile
+
+`python -m tests.lightning_liger.compiled_models` compiles a training step of each model, patched and stock, on a CPU,
+and looks for logits in all graphs, forward and backward. Of {all} models that compute a loss
+
+- {fused} have no logits in their graphs: {single} in one graph, {several} in several, of which {more} have more than
+  the stock model, since replaced modules are compiled where PyTorch runs its own outside of graphs;
+- {real} have real logits: {names}. Most make an `nn.CrossEntropyLoss()` in their forward, which the compiler calls
+  without asking its arguments, as a warning says. BLT's are those of its model of entropies; its loss is fused. The
+  heads of Musicgen are a list, which is not replaced.
+
+{failed}The loss and the gradients of compiled patched models differ from those of eager ones by at most {distance:.0e}
+of their norm, of compiled stock models by at most {stock_distance:.0e}.
 """
 
 
@@ -54,19 +75,52 @@ def _loss(model: PreTrainedModel) -> str:
     return "fused" if is_fused else "materialized logits"
 
 
+def _compiled(model_type: str) -> str:
+    """What :mod:`tests.lightning_liger.compiled_models` has measured, empty if the model computes no loss."""
+    found = compiled_models.read().get(model_type, {})
+    if isinstance(found.get("stock"), str):
+        return "stock: no"
+    if not isinstance(found.get("patched"), int):
+        return "no" if "patched" in found else ""
+    others = "" if found["stock"] == found["patched"] else f" (stock: {found['stock']})"
+    logits = ", real logits" if found["patched_logits"] else ""
+    return f"{found['patched']} graph{'s' * (found['patched'] > 1)}{others}{logits}"
+
+
 def row(model_type: str) -> str:
     """One line of the table."""
     if model_type in UNBUILDABLE:
-        return f"| {model_type} | not tried: {UNBUILDABLE[model_type]} | | | | |\n"
+        return f"| {model_type} | not tried: {UNBUILDABLE[model_type]} | | | | | |\n"
     model = tiny_causal_lm(model_type)
     entries = apply_liger_kernels(model).entries
     cells = [_cell(column, entries) for column in COLUMNS]
-    return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} |\n"
+    return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} | {_compiled(model_type)} |\n"
+
+
+def summary() -> str:
+    """Counts of what :func:`_compiled` says."""
+    found = {name: each for name, each in compiled_models.read().items() if "stock" in each}
+    measured = {name: each for name, each in found.items() if isinstance(each.get("patched"), int)}
+    fused = [each for each in measured.values() if not each["patched_logits"]]
+    real = [name for name, each in measured.items() if each["patched_logits"]]
+    failed = [f"`{name}`: {each.get('patched', each['stock'])}" for name, each in found.items() if name not in measured]
+    return SUMMARY.format(
+        all=len(found),
+        fused=len(fused),
+        single=sum(each["patched"] == 1 for each in fused),
+        several=sum(each["patched"] > 1 for each in fused),
+        more=sum(each["patched"] > each["stock"] for each in fused),
+        real=len(real),
+        names=", ".join(f"`{name}`" for name in real),
+        failed="".join(f"{each}\n\n" for each in failed),
+        distance=max(each["patched_distance"] for each in measured.values()),
+        stock_distance=max(each["stock_distance"] for each in measured.values()),
+    )
 
 
 def table(model_types: Iterable[str] = CAUSAL_LM_TYPES) -> str:
     """The whole page."""
-    return HEADER.format(version=transformers.__version__) + "".join(map(row, model_types))
+    return HEADER.format(version=transformers.__version__) + "".join(map(row, model_types)) + summary()
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ def _place_in_graph() -> str:
     """Whether logits that are traced now "leave" the graph, "stay" in it, or have to be "whole"."""
     if torch.compiler.is_exporting():  # which torch 2.11 says in all code that it traces
         return "whole"
+    clock.is_read = True
     frame = inspect.currentframe()
     while (frame := frame and frame.f_back) is not None:
         # Only calls of modules that are not traced are here: of a model that is compiled itself.
@@ -39,7 +40,6 @@ def _place_in_graph() -> str:
                 model_class: Any = type(model)
                 if _makes_criterion(model_class):
                     return "whole"
-                clock.is_read = True
                 return "leaves"
     return "stays"
 

@@ -1,6 +1,7 @@
 """Compiled code with a patched head: the values and gradients of stock code, and no logits in its graphs."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -21,6 +22,11 @@ from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_model
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 5, 8, 37
 
 
+def hints(sizes: Any) -> list[int]:
+    """Sizes without guards for those that are dynamic."""
+    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+
+
 class Graphs:
     """A compiler that keeps the most elements in memory of a tensor with a vocabulary that its graphs compute."""
 
@@ -34,16 +40,18 @@ class Graphs:
     def _watch(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
         for node in module.graph.nodes:
             value = node.meta.get("val")
-            if node.op != "placeholder" and isinstance(value, Tensor) and self.vocab_size in value.shape:
-                taken = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride != 0]
-                self.largest = max(self.largest, int(torch.Size(taken).numel()))
+            if node.op != "placeholder" and isinstance(value, Tensor):
+                sizes, strides = hints(value.shape), hints(value.stride())
+                if self.vocab_size in sizes:
+                    taken = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
+                    self.largest = max(self.largest, math.prod(taken))
         return module.forward
 
 
 def compiled(function: Any, **options: Any) -> tuple[Any, Graphs]:
     torch._dynamo.reset()
     graphs = Graphs(options.pop("vocab_size", VOCAB))
-    return torch.compile(function, backend=graphs, fullgraph=True, **options), graphs
+    return torch.compile(function, backend=graphs, **{"fullgraph": True, **options}), graphs
 
 
 class Head(nn.Module):
@@ -68,10 +76,10 @@ def pair(program: Callable[..., Any], bias: bool = False) -> tuple[Head, Head]:
     return stock, patched
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    targets = torch.randint(VOCAB, (BATCH, LENGTH))
+def batch(length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    targets = torch.randint(VOCAB, (BATCH, length))
     targets[0, :2] = -100
-    return torch.randint(VOCAB, (BATCH, LENGTH)), targets
+    return torch.randint(VOCAB, (BATCH, length)), targets
 
 
 ELEMENTWISE: list[Callable[[Tensor], Tensor]] = [
@@ -85,7 +93,11 @@ ELEMENTWISE: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.to(x.device).view(x.shape),
     lambda x: x if x.requires_grad == torch.is_grad_enabled() else x * 0,
 ]
-SOFTCAPS: list[Callable[[Tensor], Tensor]] = [lambda x: torch.tanh(x / 4) * 4, lambda x: (x / 2).tanh().mul(2)]
+SOFTCAPS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.tanh(x / 4) * 4,
+    lambda x: (x / 2).tanh().mul(2),
+    lambda x: F.tanh(x / 3) * 3,
+]
 CRITERION = nn.CrossEntropyLoss()
 LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: F.cross_entropy(x.view(-1, x.shape[-1]), y.view(-1)),
@@ -95,10 +107,11 @@ LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: F.nll_loss(F.log_softmax(x, dim=-1).flatten(0, -2), y.flatten(), reduction="none").sum() / len(x),
     lambda x, y: F.cross_entropy(x[1], y[1], weight=torch.arange(1.0, VOCAB + 1, dtype=x.dtype)),
     lambda x, y: F.cross_entropy(x.permute(0, 2, 1).unsqueeze(-1), y.unsqueeze(-1)),
+    lambda x, y: F.cross_entropy(x[..., :30].flatten(0, 1), y.clamp(max=29).flatten()),
 ]
 
 
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(8))
 def test_recorded_programs_have_stock_values_and_no_logits(seed: int) -> None:
     random = Random(seed)
     steps, loss_of = random.choices(ELEMENTWISE, k=random.randrange(4)), LOSSES[seed % len(LOSSES)]
@@ -140,10 +153,11 @@ NEED_VALUES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "reads": lambda x, y: (x.softmax(-1).square().sum(), x.argmax(-1)),
     "added": lambda x, y: F.cross_entropy((torch.ones_like(x) + x).flatten(0, 1), y.flatten()),
     "concatenated": lambda x, y: F.cross_entropy(torch.cat([x, x], dim=1).flatten(0, 1), y.repeat(1, 2).flatten()),
-    "columns": lambda x, y: F.cross_entropy(x[..., :30].flatten(0, 1), y.clamp(max=29).flatten()),
+    "columns": lambda x, y: F.nll_loss(x.log_softmax(-1)[..., :30].flatten(0, 1), y.clamp(max=29).flatten()),
     "columns and rows": lambda x, y: x.view(-1).square().sum() + x.transpose(1, 2).reshape(BATCH, -1).sum(),
     "written": lambda x, y: (x.mul_(2), x[..., 3].sum(), F.cross_entropy(x.flatten(0, 1), y.flatten()))[2],
     "masked": lambda x, y: (x.__setitem__((..., slice(0, 4)), -1e4), F.cross_entropy(x[1], y[1].clamp(min=4)))[1],
+    "functions of methods": lambda x, y: (F.sigmoid(x) + F.hardswish(x) + F.tanh(x.tanh())).square().sum(),
     "custom op": lambda x, y: torch.ops.lightning_liger_tests.double(x).sum(),
     "function": lambda x, y: Doubled.apply(x).square().sum(),
     "checkpoint": lambda x, y: checkpoint(lambda z: z.softmax(-1)[..., 3].sum(), x * 2, use_reentrant=False),
@@ -185,6 +199,110 @@ def test_writes_to_views_are_refused() -> None:
     _, patched = pair(lambda x, y: x.view(-1, VOCAB).mul_(2).sum() + x.sum())
     with pytest.raises(Exception, match=r"mul_ writes, in compiled code, .* write to logits.clone\(\)"):
         compiled(patched)[0](*batch())
+
+
+# Head and loss in different graphs
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def broken(*results: Any) -> Any:
+    """The last of them, after a graph break."""
+    torch._dynamo.graph_break()
+    return results[-1]
+
+
+@torch.compiler.disable
+def outside(function: Callable[..., Any], *inputs: Any) -> Any:
+    return function(*inputs)
+
+
+ACROSS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "as they are": lambda x, y: mean_loss(broken(x), y),
+    "scaled": lambda x, y: mean_loss(broken(x * 2).float() / 3, y),
+    "views": lambda x, y: mean_loss(broken(x[:, :-1]), y[:, 1:]),
+    "two losses": lambda x, y: broken(mean_loss(x, y)) + mean_loss(x / 2, y),
+    "read": lambda x, y: (outside(lambda z: z.argmax(-1), x), mean_loss(x, y))[1],
+    "recorded": lambda x, y: mean_loss(outside(lambda z: z * 2, x), y),
+    "written": lambda x, y: (outside(lambda z: z.mul_(2), x), mean_loss(x, y))[1],
+}
+ACROSS_WITH_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "values": lambda x, y: broken(x).softmax(-1).square().sum(),
+    "function": lambda x, y: Doubled.apply(broken(x)).softmax(-1).square().sum(),
+    "written after": lambda x, y: (broken(x).mul_(2), mean_loss(x, y))[1],
+    "written before": lambda x, y: mean_loss(broken(x.mul_(2), x), y),
+    "masked": lambda x, y: (outside(lambda z: z.__setitem__((..., 0), -1.0), x), mean_loss(x, y))[1],
+    "view written": lambda x, y: (outside(lambda z: z[0].mul_(2), x), mean_loss(x, y))[1],
+    "earlier view written": lambda x, y: (outside(lambda z: z.mul_(2), x.transpose(0, 1)[1:]), mean_loss(x, y))[1],
+    "earlier view of written": lambda x, y: (z := x.detach(), outside(lambda x: x.mul_(2), x), z.sum() * x.sum())[2],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*materializes the logits")
+@pytest.mark.parametrize(("place", "name"), list(enumerate([*ACROSS, *ACROSS_WITH_VALUES])))
+def test_graph_breaks_change_nothing(place: int, name: str) -> None:
+    program = (ACROSS | ACROSS_WITH_VALUES)[name]
+    is_around = place % 2 == 1
+    results = []
+    for model in pair((lambda x, y: x) if is_around else program, bias=place % 3 == 0):
+        function: Any = (lambda *inputs, model=model: program(model(*inputs), inputs[1])) if is_around else model
+        if results:
+            function, graphs = compiled(function, fullgraph=False)
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        torch.manual_seed(place)
+        for length in (LENGTH, LENGTH, LENGTH + 2):
+            if results and length != LENGTH:
+                assert 2 <= graphs.num_graphs <= 3
+            losses.append(function(*batch(length)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((losses, list(model.parameters())))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    assert graphs.largest <= VOCAB * HIDDEN or is_around or name in ACROSS_WITH_VALUES
+
+
+def test_logits_that_a_function_takes_across_a_graph_break_are_named() -> None:
+    _, patched = pair(lambda x, y: x)
+    with pytest.warns(UserWarning, match="a graph break on an LM head's output materializes the logits"):
+        compiled(lambda *inputs: ACROSS["as they are"](patched(*inputs), inputs[1]), fullgraph=False)[0](*batch())
+
+
+@pytest.mark.parametrize("is_around", [False, True], ids=["model", "function"])
+def test_logits_of_a_graph_are_those_of_its_time_in_another(is_around: bool) -> None:
+    stock, patched = pair(lambda x, y: x)
+    inputs = batch()
+    logits = compiled((lambda *i: patched(*i)) if is_around else patched)[0](*inputs)
+    loss_of, _ = compiled(mean_loss, fullgraph=False)
+    want = mean_loss(stock(*inputs), inputs[1])
+    torch.testing.assert_close(loss_of(logits, inputs[1]), want)
+    want.backward()
+    loss_of(logits, inputs[1]).backward()
+    torch.testing.assert_close([p.grad for p in patched.parameters()], [p.grad for p in stock.parameters()])
+    torch.optim.SGD(patched.parameters(), 0.1).step()
+    if is_around:
+        torch.testing.assert_close(loss_of(logits, inputs[1]), want)
+    else:
+        with pytest.raises(RuntimeError, match="an optimizer has changed its parameters since the head was called"):
+            loss_of(logits, inputs[1])
+
+
+@pytest.mark.parametrize("is_grad_first", [False, True])
+def test_gradients_are_those_of_where_the_head_is_called(is_grad_first: bool) -> None:
+    def program(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(is_grad_first):
+            logits = model(ids, targets)
+        with torch.set_grad_enabled(not is_grad_first):
+            return mean_loss(logits, targets), logits
+
+    stock, patched = pair(lambda x, y: x)
+    inputs = batch()
+    with lazy_logits():
+        loss, logits = compiled(lambda *inputs: program(patched, *inputs))[0](*inputs)
+    torch.testing.assert_close(loss, program(stock, *inputs)[0])
+    assert (loss.requires_grad, logits.requires_grad) == (False, is_grad_first)
 
 
 # Outside of compiled code
