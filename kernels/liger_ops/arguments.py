@@ -197,6 +197,13 @@ def check_floating_tensors(name: str, tensor: Any, /, *, optional: bool = True, 
             check_same_device(name, tensor, **{other: value})
 
 
+def check_pair(name: str, pair: Any, other: str, tensor: Tensor) -> None:
+    """Raises unless ``pair`` is two real floating-point tensors on the device of ``tensor``, the argument ``other``."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise wrong_type(name, "a pair of tensors or None", pair)
+    check_floating_tensors(other, tensor, optional=False, **{f"{name}[{i}]": each for i, each in enumerate(pair)})
+
+
 def as_integers(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as a tuple; raises unless it is a sequence of integers."""
     try:

@@ -279,7 +279,14 @@ def gated_rows_backward(
     """
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     if not backend.runs_on_triton(grad) or num_columns > _MAX_BLOCK or num_rows == 0:
-        return _gated_rows_backward_reference(grad, gate_up, kept_scale, channel_scale, activation, up_first)
+        gate, up = _halves(gate_up.float() if kept_scale is None else gate_up.float() * kept_scale[:, None], up_first)
+        with torch.enable_grad():
+            leaf = gate.detach().requires_grad_()
+            value = ACTIVATIONS[activation](leaf)
+        (slope,) = torch.autograd.grad(value, leaf, grad.float() * up)
+        parts = [slope, grad.float() * value.detach()]
+        gradients = torch.cat(parts[::-1] if up_first else parts, dim=1)
+        return *quantize_rows_reference(gradients, channel_scale), *quantize_rows_reference(value.detach() * up)
     scales = grad.new_empty((2, num_rows), dtype=torch.float32)
     memory = gate_up.detach().view(E4M3) if overwrite else grad.new_empty((num_rows, 2 * num_columns), dtype=E4M3)
     payload, product = memory[:, : 2 * num_columns], memory[:, 2 * num_columns : 3 * num_columns]
@@ -289,25 +296,6 @@ def gated_rows_backward(
         grad, gate_up, kept_scale, channel_scale, activation, up_first, payload, product, *scales.unbind()
     )
     return payload, scales[0], product, scales[1]
-
-
-def _gated_rows_backward_reference(
-    grad: Tensor,
-    gate_up: Tensor,
-    kept_scale: Tensor | None,
-    channel_scale: Tensor,
-    activation: str,
-    up_first: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = gate_up.float() if kept_scale is None else gate_up.float() * kept_scale[:, None]
-    gate, up = _halves(wide, up_first)
-    with torch.enable_grad():
-        leaf = gate.detach().requires_grad_()
-        value = ACTIVATIONS[activation](leaf)
-    (slope,) = torch.autograd.grad(value, leaf, grad.float() * up)
-    parts = [slope, grad.float() * value.detach()]
-    gradients = torch.cat(parts[::-1] if up_first else parts, dim=1)
-    return *quantize_rows_reference(gradients, channel_scale), *quantize_rows_reference(value.detach() * up)
 
 
 class GatedMLPFunction(torch.autograd.Function):

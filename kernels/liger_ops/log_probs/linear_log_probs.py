@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_ops.arguments import check_floating, check_integer
+from liger_ops.arguments import check_floating_tensors, check_integer
 from liger_ops.log_probs.frozen_head import FrozenHeadFunction
 from liger_ops.log_probs.scores import (
     DIFFERENTIABLE,
@@ -63,10 +63,9 @@ def prepare(
         groups, input, target, adapter = join_groups(input, target, adapter)
         if isinstance(temperature, list | tuple):
             temperature = join_values("temperature", temperature, groups, input)
-    check_floating("input", input)
-    check_floating("linear_weight", linear_weight)
-    check_floating("linear_bias", linear_bias, optional=True)
-    check_tensors(input, target, None, None, linear_weight=linear_weight, linear_bias=linear_bias)
+    check_floating_tensors("input", input, optional=False, linear_weight=linear_weight)
+    check_floating_tensors("input", input, linear_bias=linear_bias)
+    check_tensors(input, target, None, None)
     if target.is_floating_point():
         raise ValueError(f"target must hold class indices of dtype torch.int64, got {target.dtype}")
     options = TokenLossOptions.checked(ignore_index, 0.0, softcap, logit_scale)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_ops.arguments import check_bool, check_choice, check_floating, check_integer, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, check_choice, check_floating_tensors, check_integer, wrong_type, wrong_value
 from liger_ops.loss.chunked_loss import MAX_CHUNK_BYTES, choose_accumulate_dtype
 from liger_ops.loss.cross_entropy import cross_entropy
 from liger_ops.loss.groups import is_grouped, join_groups, join_values
@@ -139,10 +139,9 @@ def linear_cross_entropy(
         groups, input, target, adapter = join_groups(input, target, adapter)
         token_weight = join_values("token_weight", token_weight, groups, input)
     input, target, token_weight = cast(Tensor, input), cast(Tensor, target), cast("Tensor | None", token_weight)
-    check_floating("input", input)
-    check_floating("linear_weight", linear_weight)
-    check_floating("linear_bias", linear_bias, optional=True)
-    check_tensors(input, target, weight, token_weight, linear_weight=linear_weight, linear_bias=linear_bias)
+    check_floating_tensors("input", input, optional=False, linear_weight=linear_weight)
+    check_floating_tensors("input", input, linear_bias=linear_bias)
+    check_tensors(input, target, weight, token_weight)
     check_choice("reduction", reduction, REDUCTIONS)
     check_bool("return_stats", return_stats)
     chunk_size, accumulate_dtype = _check_chunks(options, chunk_bytes, accumulate_dtype, max_valid_tokens)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_floating, check_same_device, wrong_type
+from liger_ops.arguments import check_pair, wrong_type
 from liger_ops.loss.chunked_loss import choose_accumulate_dtype, choose_chunk_size, default_chunk_size
 from liger_ops.loss.vocab_parallel import VocabShard
 
@@ -126,12 +126,8 @@ def check_head(
 def _check_adapter(
     input: Tensor, linear_weight: Tensor, adapter: Any, input_name: str, name: str
 ) -> tuple[Tensor, Tensor]:
-    if not isinstance(adapter, tuple | list) or len(adapter) != 2:
-        raise wrong_type(name, "a pair of tensors or None", adapter)
+    check_pair(name, adapter, input_name, input)
     adapter_input, adapter_weight = adapter
-    for number, tensor in enumerate(adapter):
-        check_floating(f"{name}[{number}]", tensor)
-        check_same_device(input_name, input, **{f"{name}[{number}]": tensor})
     rank = adapter_input.shape[-1] if adapter_input.dim() else 0
     if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
         raise ValueError(

@@ -78,11 +78,8 @@ class TokenStats(NamedTuple):
     """``[num_tokens]``, bool: whether the prediction is the label."""
 
 
-def check_tensors(input: Tensor, target: Any, weight: Any, token_weight: Any, **others: Any) -> None:
-    """Raises for targets and weights that are no tensors, of dtypes that no loss takes, or not on input's device.
-
-    ``others`` are more tensors or None, by name, that must be on input's device.
-    """
+def check_tensors(input: Tensor, target: Any, weight: Any, token_weight: Any) -> None:
+    """Raises for targets and weights that are no tensors, of dtypes that no loss takes, or not on input's device."""
     check_tensor("target", target)
     if not target.is_floating_point():
         _check_index_dtype("target", target)
@@ -90,7 +87,7 @@ def check_tensors(input: Tensor, target: Any, weight: Any, token_weight: Any, **
     check_tensor("token_weight", token_weight, optional=True)
     if token_weight is not None and token_weight.is_complex():
         raise wrong_type("token_weight", "a tensor of real numbers", token_weight)
-    check_same_device("input", input, target=target, weight=weight, token_weight=token_weight, **others)
+    check_same_device("input", input, target=target, weight=weight, token_weight=token_weight)
 
 
 def _check_index_dtype(name: str, labels: Tensor) -> None:

@@ -26,7 +26,8 @@ from torch.utils.flop_counter import register_flop_formula
 from liger_ops import backend
 from liger_ops.arguments import (
     check_bool,
-    check_floating,
+    check_floating_tensors,
+    check_pair,
     check_same_device,
     check_shape,
     check_tensor,
@@ -392,15 +393,11 @@ def moe_experts(
     check_bool("transposed", transposed)
     if group is not None and not isinstance(group, ExpertGroup):
         raise wrong_type("group", "an ExpertGroup or None", group)
-    tensors = {"x": x, "gate_up": gate_up, "down": down, "top_k_weights": top_k_weights}
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    for name, tensor in tensors.items():
-        check_floating(name, tensor)
-    for name, bias in biases.items():
-        check_floating(name, bias, optional=True)
+    check_floating_tensors("x", x, optional=False, gate_up=gate_up, down=down, top_k_weights=top_k_weights)
+    check_floating_tensors("x", x, gate_up_bias=gate_up_bias, down_bias=down_bias)
     check_tensor("top_k_index", top_k_index)
+    check_same_device("x", x, top_k_index=top_k_index)
     _check_shapes(x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, transposed)
-    check_same_device("x", x, top_k_index=top_k_index, **tensors, **biases)
     adapters = _check_adapter("gate_up_adapter", gate_up_adapter, gate_up, transposed)
     adapters += _check_adapter("down_adapter", down_adapter, down, transposed)
     dtype = backend.autocast_dtype(x.device.type) or gate_up.dtype
@@ -457,11 +454,7 @@ def _check_shapes(
 def _check_adapter(name: str, adapter: Any, weight: Tensor, transposed: bool) -> list[Tensor | None]:
     if adapter is None:
         return [None, None]
-    if not isinstance(adapter, tuple | list) or len(adapter) != 2:
-        raise wrong_type(name, "a pair of tensors or None", adapter)
-    for number, tensor in enumerate(adapter):
-        check_floating(f"{name}[{number}]", tensor)
-        check_same_device("x", weight, **{f"{name}[{number}]": tensor})
+    check_pair(name, adapter, "x", weight)
     num_experts, num_outputs, num_inputs = weight.mT.shape if transposed else weight.shape
     rank = max(1, adapter[0].shape[1]) if adapter[0].dim() == 3 else 1
     check_shape(f"{name}[0]", adapter[0], (num_experts, rank, num_inputs), "the weight's")
