@@ -153,11 +153,11 @@ class LigerDistillationMixin(LigerTeacherMixin):
             teacher_logits, temperature = self._teacher_logits(rows), options.temperature
             with torch.no_grad():
                 supports = {"student": (logits,), "union": (teacher_logits, logits)}
-                likeliest = [
+                top_ids = [
                     each.detach().topk(min(options.distillation_topk, each.shape[-1]), dim=-1).indices
                     for each in supports.get(options.distillation_support, (teacher_logits,))
                 ]
-                ids = torch.cat(likeliest, dim=-1)
+                ids = torch.cat(top_ids, dim=-1)
                 is_common = ids < num_common_columns(logits.shape[-1], teacher_logits.shape[-1], options.vocab)
                 ids = ids.masked_fill(~is_common, 0)
                 log_probs = topk_log_probs(teacher_logits, ids, temperature=temperature, mask=kept)
