@@ -316,9 +316,8 @@ class GatedMLPFunction(torch.autograd.Function):
         x_payload, x_scale = quantize_rows(backend.as_rows(x, x.shape[-1]))
         payloads, scale = quantize_weights(gate_up_weights)
         gate_up_scale = scale.bfloat16()
-        settings: dict[str, Any] = {"dtype": dtype, "emulate": options.emulate}
-        fast = options.is_output_fast(x.shape[-1])
-        gate_up = scaled_product(x_payload, joined(payloads, scale), x_scale, scale, fast_accum=fast, **settings)
+        how = options.of_product(0, x.shape[-1])
+        gate_up = scaled_product(x_payload, joined(payloads, scale), x_scale, scale, dtype=dtype, **how)
         del x_payload, payloads
         (payload,), scale = quantize_weights([down])
         down_scale = scale.bfloat16()
@@ -339,8 +338,7 @@ class GatedMLPFunction(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.num_weights = len(gate_up_weights)
         ctx.settings, ctx.x_shape, ctx.x_dtype = (activation, up_first, options), x.shape, x.dtype
-        fast = options.is_output_fast(down.shape[1])
-        y = scaled_product(h, payload, h_scale, scale, fast_accum=fast, **settings)
+        y = scaled_product(h, payload, h_scale, scale, dtype=dtype, **options.of_product(0, down.shape[1]))
         return y.view(*x.shape[:-1], down.shape[0])
 
     @staticmethod

@@ -37,15 +37,8 @@ def input_gradient(
     options: Float8Options,
 ) -> Tensor:
     """The gradient ``[M, K]`` of the input of all weights; ``w_scale`` multiplied g's payload."""
-    return scaled_product(
-        g_payload,
-        transpose_weights(weights, w_scale),
-        g_scale,
-        None,
-        dtype=dtype,
-        fast_accum=options.fast_accum[1],
-        emulate=options.emulate,
-    )
+    w_payload = transpose_weights(weights, w_scale)
+    return scaled_product(g_payload, w_payload, g_scale, None, dtype=dtype, **options.of_product(1))
 
 
 def weight_gradients(
@@ -72,15 +65,8 @@ def weight_gradients(
         gradient = x.new_zeros((g_payload.shape[1], x.shape[1]), dtype=dtype)
     else:
         x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
-        gradient = scaled_product(
-            transpose(g_payload, g_factor),
-            transpose(x, x_factor),
-            scale,
-            None,
-            dtype=dtype,
-            fast_accum=options.fast_accum[2],
-            emulate=options.emulate,
-        )
+        payloads = transpose(g_payload, g_factor), transpose(x, x_factor)
+        gradient = scaled_product(*payloads, scale, None, dtype=dtype, **options.of_product(2))
     parts = gradient.split([weight.shape[0] for weight in weights])
     return [part if needed else None for part, needed in zip(parts, needs, strict=True)]
 
@@ -104,18 +90,9 @@ class ScaledLinearFunction(torch.autograd.Function):
             before(saved)
         ctx.save_for_backward(*saved)
         ctx.options, ctx.count, ctx.x_shape, ctx.x_dtype = options, count, x.shape, x.dtype
-        dtype = backend.autocast_dtype(x.device.type) or x.dtype
+        settings = {"dtype": backend.autocast_dtype(x.device.type) or x.dtype, **options.of_product(0, x.shape[-1])}
         return tuple(
-            scaled_product(
-                x_payload,
-                payload,
-                x_scale,
-                scale,
-                bias=bias,
-                dtype=dtype,
-                fast_accum=options.is_output_fast(x.shape[-1]),
-                emulate=options.emulate,
-            ).view(*x.shape[:-1], payload.shape[0])
+            scaled_product(x_payload, payload, x_scale, scale, bias=bias, **settings).view(*x.shape[:-1], len(payload))
             for payload, scale, bias in zip(payloads, w_scale.split(sizes), parameters[count:], strict=True)
         )
 

@@ -33,9 +33,9 @@ class Float8Options(NamedTuple):
     emulate: bool = False
     """Whether products run in float32, on any device."""
 
-    def is_output_fast(self, num_terms: int) -> bool:
-        """Whether a product for an output that sums so many terms uses fast accumulation."""
-        return self.fast_accum[0] and num_terms <= _MAX_FAST_ACCUM
+    def of_product(self, place: int, num_terms: int = 0) -> dict[str, Any]:
+        """How to multiply for the output (place 0), of so many terms, the gradient of the input or of the weight."""
+        return {"fast_accum": self.fast_accum[place] and num_terms <= _MAX_FAST_ACCUM, "emulate": self.emulate}
 
 
 DEFAULT_OPTIONS = Float8Options()
