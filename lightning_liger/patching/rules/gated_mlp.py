@@ -167,8 +167,8 @@ class MLPReplacement(_GatedReplacement):
 
 def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
     """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
-    for name, child in module._modules.items():  # not named_children, which takes as long as a kernel's launch
-        if child is not None and name not in called and (has_hooks(child) or "forward" in vars(child)):
+    for name, child in module.named_children():
+        if name not in called and (has_hooks(child) or "forward" in vars(child)):
             return True
     return False
 
