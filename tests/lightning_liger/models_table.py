@@ -34,8 +34,8 @@ this page.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
 - Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
 - `torch.compile`: the graphs of a training step of the patched model, as many as of the stock model if none are in
-  parentheses; empty if not measured. "Real logits": a graph has a tensor of their size. [Below](#models-under-torchcompile) are
-  counts and reasons.
+  parentheses; empty if not measured. "Real logits": a graph has a tensor of their size.
+  [Below](#models-under-torchcompile) are counts and reasons.
 
 | architecture | norms | rotary | MLP | experts | loss | `torch.compile` |
 |---|---|---|---|---|---|---|
