@@ -34,8 +34,8 @@ this page.
 - Empty: the architecture has nothing of that kind (or nothing that resembles an op of `liger_ops`).
 - Loss: "fused" if `model(..., labels=...).loss` never materializes the logits.
 - `torch.compile`: the graphs of a training step of the patched model, as many as of the stock model if none are in
-  parentheses. "Real logits": a graph has a tensor of the size of the logits. [Below](#models-under-torchcompile) are
-  counts and reasons.
+  parentheses; empty if not measured. "Real logits": a graph has a tensor of their size.
+  [Below](#models-under-torchcompile) are counts and reasons.
 
 | architecture | norms | rotary | MLP | experts | loss | `torch.compile` |
 |---|---|---|---|---|---|---|
@@ -50,9 +50,11 @@ and looks for logits in all graphs, forward and backward. Of {all} models that c
 
 - {fused} have no logits in their graphs: {single} in one graph, {several} in several, of which {more} have more than
   the stock model, since replaced modules are compiled where PyTorch runs its own outside of graphs;
-- {real} have real logits: {names}. Most make an `nn.CrossEntropyLoss()` in their forward, which the compiler calls
-  without asking its arguments, as a warning says. BLT's are those of its model of entropies; its loss is fused. The
-  heads of Musicgen are a list, which is not replaced.
+- {real} have real logits:
+  {names}.
+  Most make an `nn.CrossEntropyLoss()` in their forward, which the compiler calls without asking its arguments, as a
+  warning says. BLT's are those of its model of entropies; its loss is fused. The heads of Musicgen are a list, which is
+  not replaced.
 
 {failed}The loss and the gradients of compiled patched models differ from those of eager ones by at most {distance:.0e}
 of their norm, of compiled stock models by at most {stock_distance:.0e}.
