@@ -22,10 +22,7 @@ _CAST = "ToCopyBackward0"
 
 def count_writes(tensor: Tensor) -> int:
     """The number of writes to a tensor so far; always 0 of those made in inference mode, which do not count them."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Kept:

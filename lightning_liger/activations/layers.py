@@ -107,9 +107,10 @@ class ControlledLayers:
             with self.context():
                 return forward(*args, **kwargs)
         first = inputs[0]
+        num_tokens = first.shape[:-1].numel()
         if self.observer is not None:
             self.sizes[index].inputs = sum(each.nbytes for each in inputs if _can_leave(each))
-            self.observer.forward_starts(index, first.shape[:-1].numel())
+            self.observer.forward_starts(index, num_tokens)
         mode = self.modes[index]
         if mode in ("recompute", "offload"):
             if any(_has_history(layer, each) for each in (*args, *kwargs.values())):
@@ -127,7 +128,6 @@ class ControlledLayers:
         if mode == "store" or (mode == "cheap" and self.compiled):  # the compiler decides what it keeps
             return run(*args, **kwargs)
         if mode == "cheap":
-            num_tokens = first.shape[:-1].numel()
             pace = self.pace if self.observer is None and self.graphs is None else None
             if pace is not None and pace.keeps(num_tokens):
                 return run(*args, **kwargs)

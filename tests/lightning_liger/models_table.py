@@ -3,6 +3,7 @@
 python -m tests.lightning_liger.models_table docs/models.md
 """
 
+import functools
 import sys
 import warnings
 from collections.abc import Iterable
@@ -77,9 +78,12 @@ def _loss(model: PreTrainedModel) -> str:
     return "fused" if is_fused else "materialized logits"
 
 
+_measured = functools.cache(compiled_models.read)
+
+
 def _compiled(model_type: str) -> str:
     """What :mod:`tests.lightning_liger.compiled_models` has measured, empty if the model computes no loss."""
-    found = compiled_models.read().get(model_type, {})
+    found = _measured().get(model_type, {})
     if isinstance(found.get("stock"), str):
         return "stock: no"
     if not isinstance(found.get("patched"), int):
@@ -101,7 +105,7 @@ def row(model_type: str) -> str:
 
 def summary() -> str:
     """Counts of what :func:`_compiled` says."""
-    found = {name: each for name, each in compiled_models.read().items() if "stock" in each}
+    found = {name: each for name, each in _measured().items() if "stock" in each}
     measured = {name: each for name, each in found.items() if isinstance(each.get("patched"), int)}
     fused = [each for each in measured.values() if not each["patched_logits"]]
     real = [name for name, each in measured.items() if each["patched_logits"]]
