@@ -160,7 +160,7 @@ class _Sharding:
             )
         check_head_units(root, pairs)
         if (
-            wanted in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+            root.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
             and dist.get_backend(root.process_group) == "nccl"
         ):
             root.register_comm_hook(root.process_group, _average)
