@@ -8,7 +8,8 @@ from typing import Any, Literal, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -21,12 +22,17 @@ from lightning_liger.hub import checkpoint_folder, download_weights
 from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
-from lightning_liger.training.lora import add_adapters, check_lora, check_quantization, needs_weights
+from lightning_liger.training.lora import (
+    add_adapters,
+    check_lora,
+    check_quantization,
+    fit_to_strategy,
+    needs_weights,
+)
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
-_SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 """Parameters of Mamba and its variants that must not decay; some are matrices."""
 
@@ -171,6 +177,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         self._configure_other_models()
         if self._settings.lora is not None:
             self.model = add_adapters(self.model, self._settings.lora)
+        if self._quantizes:
+            self._save_adapters_only()
         # Here, because engines leave parameters no shape to tell a vector from a matrix.
         self._undecayed = {
             (module, name)
@@ -195,12 +203,12 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         if self._settings.attn_implementation is not None:
             settings["attn_implementation"] = self._settings.attn_implementation
-        if self.quantizes_base and (quantization := self._settings.quantization) is not None:
-            # DDP copies parameters as views, which torchao's types do not have.
-            refused = (*_SHARDING, DDPStrategy) if quantization.get("quant_method") == "torchao" else _SHARDING
-            if isinstance(getattr(trainer, "strategy", None), refused):
-                expected = "None under strategies that shard parameters; use 'liger', or 'liger_ddp' with bitsandbytes"
-                raise wrong_value("quantization", expected, quantization)
+        if self._quantizes:
+            strategy = getattr(trainer, "strategy", None)
+            if trainer is not None and engine_of(trainer).initializes_on_meta:
+                device = strategy.root_device  # bitsandbytes quantizes whole weights, which are sharded then
+            shards_packed = trainer is not None and engine_of(trainer).initializes_on_meta
+            quantization = fit_to_strategy(self._settings.quantization, strategy, shards_packed)
             config = check_quantization(quantization, self._settings.lora, folder)
             settings |= {"quantization_config": config, "device_map": {"": device}}
         with device:
@@ -226,19 +234,25 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     quantizes_base = True
     """False makes :meth:`configure_model` ignore ``quantization``, as an export does."""
 
+    @property
+    def _quantizes(self) -> bool:
+        return self.quantizes_base and self._settings.quantization is not None
+
+    def _save_adapters_only(self) -> None:
+        """Leaves quantized weights out of state dicts, and requires all adapters of those that are loaded."""
+        trainer = self._attached_trainer
+        self.register_load_state_dict_pre_hook(_check_adapters)
+        if trainer is not None and engine_of(trainer).initializes_on_meta:
+            for parameter in self.parameters():
+                if parameter.requires_grad:  # each rank keeps a shard of what it has drawn
+                    dist.broadcast(parameter.detach(), 0)
+        if not isinstance(getattr(trainer, "strategy", None), FSDPStrategy):  # which looks for all of its parameters
+            self.register_state_dict_post_hook(_keep_adapters)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self._settings.quantization is not None:
-            checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in self._trained_names()}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        is_whole = self._settings.quantization is None
-        if differ := [] if is_whole else sorted(self._trained_names() ^ checkpoint["state_dict"].keys()):
-            raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
-
-    def _trained_names(self) -> set[str]:
-        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            _keep_adapters(self, checkpoint["state_dict"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -335,3 +349,20 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             use_cache=True,
             **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
         )
+
+
+def _trained_names(module: nn.Module) -> set[str]:
+    """The names of trained parameters in state dicts: without wrappers, whose names begin with an underscore."""
+    names = (name.split(".") for name, parameter in module.named_parameters() if parameter.requires_grad)
+    return {".".join(part for part in parts if not part.startswith("_")) for parts in names}
+
+
+def _keep_adapters(module: nn.Module, state_dict: dict[str, Any], prefix: str = "", *_: Any) -> None:
+    trained = _trained_names(module)
+    for name in [name for name in state_dict if name.removeprefix(prefix) not in trained]:
+        del state_dict[name]
+
+
+def _check_adapters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if differ := sorted(_trained_names(module) ^ {name.removeprefix(prefix) for name in state_dict}):
+        raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
