@@ -106,6 +106,7 @@ def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shar
 
     ``shards_packed`` says that it shards parameters bit by bit, whatever they stand for.
     """
+    is_fsdp1 = isinstance(strategy, FSDPStrategy)
     in_4bit, of_torchao = bool(settings.get("load_in_4bit")), settings.get("quant_method") == "torchao"
     shards = isinstance(strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy))
     # DDP copies parameters as views, which torchao's types do not have. Layers of bitsandbytes in 8 bits, and types of
@@ -118,11 +119,13 @@ def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shar
         raise wrong_value("quantization", expected, dict(settings))
     if not in_4bit:
         return dict(settings)
+    if is_fsdp1 and getattr(strategy, "_state_dict_type", "full") == "sharded":  # which must hold all parameters
+        raise wrong_value("state_dict_type", "'full' with quantization, or use 'liger_model_parallel'", "sharded")
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
     # FSDP joins parameters of one dtype to a flat one; all others leave integers alone, whatever the precision.
-    stored = {"bnb_4bit_quant_storage": dtype if isinstance(strategy, FSDPStrategy) else "uint8", **settings}
+    stored = {"bnb_4bit_quant_storage": dtype if is_fsdp1 else "uint8", **settings}
     storage = str(stored["bnb_4bit_quant_storage"]).removeprefix("torch.")
-    if storage not in (dtype, "uint8", "int8"):
-        expected = f"{dtype!r} or 'uint8', as the precision would round the bits of another dtype"
+    if storage not in ((dtype,) if is_fsdp1 else (dtype, "uint8", "int8")):
+        expected = f"{dtype!r}, the dtype of other parameters{'' if is_fsdp1 else ', or an integer one'}"
         raise wrong_value("quantization['bnb_4bit_quant_storage']", expected, storage)
     return stored
