@@ -240,8 +240,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
 
     def _start_quantized(self) -> None:
         for module in self.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):  # repacks weights in validation, for good
-                module.support_avx512bf16_for_cpu = False
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                vars(module)["support_avx512bf16_for_cpu"] = False  # repacks weights in validation, for good
         if self._is_sharded:
             for parameter in self.parameters():
                 if parameter.requires_grad:  # of what each rank has drawn it keeps a shard
