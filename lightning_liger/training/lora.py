@@ -119,7 +119,7 @@ def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shar
         raise wrong_value("quantization", expected, dict(settings))
     if not in_4bit:
         return dict(settings)
-    if is_fsdp1 and getattr(strategy, "_state_dict_type", "full") == "sharded":  # which must hold all parameters
+    if isinstance(strategy, FSDPStrategy) and strategy._state_dict_type == "sharded":  # which needs all parameters
         raise wrong_value("state_dict_type", "'full' with quantization, or use 'liger_model_parallel'", "sharded")
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
     # FSDP joins parameters of one dtype to a flat one; all others leave integers alone, whatever the precision.
