@@ -33,6 +33,7 @@ from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
+from lightning_liger.strategies.parts.packed import check_flattened
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
 from lightning_liger.strategies.trainer import TrainerStrategy
@@ -144,12 +145,13 @@ class _Sharding:
         if has_meta_tensors(model) and arguments.get("param_init_fn") is None:
             arguments["param_init_fn"] = Initializer(model, strategy.root_device)
         detach_frozen_heads(model)
-        wanted = strategy.sharding_strategy
+        wanted, mixed_precision = strategy.sharding_strategy, strategy.mixed_precision_config
+        check_flattened(model, mixed_precision)
         root = FullyShardedDataParallel(
             model,
             device_id=strategy.root_device,
             cpu_offload=None if on_cpu else strategy.cpu_offload,  # parameters are in CPU memory already
-            mixed_precision=strategy.mixed_precision_config,
+            mixed_precision=mixed_precision,
             sharding_strategy=wanted,
             **arguments,
         )

@@ -21,6 +21,7 @@ from lightning_liger.patching.rules import gather_in_float8
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.expert_parallel import ExpertParallel, is_split
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads, tied_pairs
+from lightning_liger.strategies.parts.packed import check_split
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
@@ -70,6 +71,8 @@ class _Sharding:
 
     def shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
         """Shards a whole ``model``; over data-parallel ranks, layers of the policy one by one, then ``roots``."""
+        sizes = {"tensor_parallel_size": mesh["tensor_parallel"].size(), "expert_parallel_size": self._experts.size}
+        check_split(model, **sizes)
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, layers) and module not in roots] + roots
         in_order = [module for module in model.modules() if module in units]

@@ -8,7 +8,8 @@ from typing import Any, Literal, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -21,12 +22,13 @@ from lightning_liger.hub import checkpoint_folder, download_weights
 from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
-from lightning_liger.training.lora import add_adapters, check_lora, check_quantization, needs_weights
+from lightning_liger.training.lora import add_adapters, check_lora, check_quantization, fit_to_strategy, needs_weights
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
 
-_SHARDING = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+_ADAPTERS = "liger_adapters"
+"""The names of saved adapters in a checkpoint, of which strategies that shard have taken the state dict."""
 _STATE_SPACE = ("A_log", "D", "dt_bias")
 """Parameters of Mamba and its variants that must not decay; some are matrices."""
 
@@ -80,8 +82,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         quantization: How the weights of ``pretrained`` under ``lora`` are quantized as they are loaded: arguments of
             transformers' ``BitsAndBytesConfig``, such as ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` for
             QLoRA (arXiv:2305.14314), or ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``. On one
-            device, or with bitsandbytes under DDP. Checkpoints hold the adapters; ``export`` merges them into the
-            weights before quantization.
+            device, with bitsandbytes under DDP, with 4 bits of bitsandbytes under FSDP and FSDP2. Checkpoints hold the
+            adapters; ``export`` merges them into the weights before quantization.
 
     Raises:
         ConnectionError: If ``pretrained`` on the Hub is not in the local cache, and the Hub cannot be reached.
@@ -171,6 +173,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         self._configure_other_models()
         if self._settings.lora is not None:
             self.model = add_adapters(self.model, self._settings.lora)
+        if self._quantizes:
+            self._start_quantized()
         # Here, because engines leave parameters no shape to tell a vector from a matrix.
         self._undecayed = {
             (module, name)
@@ -195,12 +199,11 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         settings: dict[str, Any] = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         if self._settings.attn_implementation is not None:
             settings["attn_implementation"] = self._settings.attn_implementation
-        if self.quantizes_base and (quantization := self._settings.quantization) is not None:
-            # DDP copies parameters as views, which torchao's types do not have.
-            refused = (*_SHARDING, DDPStrategy) if quantization.get("quant_method") == "torchao" else _SHARDING
-            if isinstance(getattr(trainer, "strategy", None), refused):
-                expected = "None under strategies that shard parameters; use 'liger', or 'liger_ddp' with bitsandbytes"
-                raise wrong_value("quantization", expected, quantization)
+        if self._quantizes:
+            if trainer is not None:  # also where it shards then: whole weights are quantized
+                device = trainer.strategy.root_device
+            strategy = None if trainer is None else trainer.strategy
+            quantization = fit_to_strategy(self._settings.quantization, strategy, self._is_sharded)
             config = check_quantization(quantization, self._settings.lora, folder)
             settings |= {"quantization_config": config, "device_map": {"": device}}
         with device:
@@ -226,19 +229,38 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
     quantizes_base = True
     """False makes :meth:`configure_model` ignore ``quantization``, as an export does."""
 
+    @property
+    def _quantizes(self) -> bool:
+        return self.quantizes_base and self._settings.quantization is not None
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether one of our strategies will shard the model."""
+        return self._attached_trainer is not None and engine_of(self._attached_trainer).initializes_on_meta
+
+    def _start_quantized(self) -> None:
+        for module in self.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                vars(module)["support_avx512bf16_for_cpu"] = False  # repacks weights in validation, for good
+        if self._is_sharded:
+            for parameter in self.parameters():
+                if parameter.requires_grad:  # of what each rank has drawn it keeps a shard
+                    dist.broadcast(parameter.detach(), 0)
+        if isinstance(getattr(self._attached_trainer, "strategy", None), ModelParallelStrategy):
+            self.register_state_dict_post_hook(_keep_adapters)  # sharded checkpoints load what a state dict has
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self._settings.quantization is not None:
-            checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in self._trained_names()}
+            _keep_adapters(self, checkpoint["state_dict"])
+            checkpoint[_ADAPTERS] = sorted(_trained_names(self))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        is_whole = self._settings.quantization is None
-        if differ := [] if is_whole else sorted(self._trained_names() ^ checkpoint["state_dict"].keys()):
-            raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
-
-    def _trained_names(self) -> set[str]:
-        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        if self._settings.quantization is not None:
+            saved = checkpoint["state_dict"] if "state_dict" in checkpoint else checkpoint.get(_ADAPTERS, ())
+            if differ := sorted(_trained_names(self) ^ set(saved)):
+                raise ValueError(f"the checkpoint must hold the adapters of the module, and nothing else, got {differ}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -335,3 +357,15 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             use_cache=True,
             **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
         )
+
+
+def _trained_names(module: nn.Module) -> set[str]:
+    """The names of trained parameters in state dicts: without wrappers, whose names begin with an underscore."""
+    names = (name.split(".") for name, parameter in module.named_parameters() if parameter.requires_grad)
+    return {".".join(part for part in parts if not part.startswith("_")) for parts in names}
+
+
+def _keep_adapters(module: nn.Module, state_dict: dict[str, Any], prefix: str = "", *_: Any) -> None:
+    trained = _trained_names(module)
+    for name in [name for name in state_dict if name.removeprefix(prefix) not in trained]:
+        del state_dict[name]

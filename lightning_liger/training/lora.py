@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning_utilities.core.imports import package_available
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
@@ -97,3 +99,33 @@ def check_quantization(settings: Any, lora: Any, pretrained: Any) -> Any:
     except (TypeError, ValueError, AttributeError) as error:
         raise wrong_value("quantization", f"arguments of {kind.__name__} ({error})", dict(settings)) from None
     return made if kind is BitsAndBytesConfig else TorchAoConfig(made)
+
+
+def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shards_packed: bool) -> dict[str, Any]:
+    """``settings`` of a quantization whose weights a strategy can hold; raises for those it cannot.
+
+    ``shards_packed`` says that it shards parameters bit by bit, whatever they stand for.
+    """
+    is_fsdp1 = isinstance(strategy, FSDPStrategy)
+    in_4bit, of_torchao = bool(settings.get("load_in_4bit")), settings.get("quant_method") == "torchao"
+    shards = isinstance(strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy))
+    # DDP copies parameters as views, which torchao's types do not have. Layers of bitsandbytes in 8 bits, and types of
+    # torchao, compute with tensors besides the parameter that FSDP would shard.
+    if (shards and not (in_4bit and shards_packed)) or (of_torchao and isinstance(strategy, DDPStrategy)):
+        expected = (
+            f"None under {type(strategy).__name__}, or: 4 bits of bitsandbytes ({{'load_in_4bit': True}}) with"
+            " 'liger_model_parallel' or 'liger_fsdp', any of bitsandbytes with 'liger_ddp', all with 'liger'"
+        )
+        raise wrong_value("quantization", expected, dict(settings))
+    if not in_4bit:
+        return dict(settings)
+    if isinstance(strategy, FSDPStrategy) and strategy._state_dict_type == "sharded":  # which needs all parameters
+        raise wrong_value("state_dict_type", "'full' with quantization, or use 'liger_model_parallel'", "sharded")
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+    # FSDP joins parameters of one dtype to a flat one; all others leave integers alone, whatever the precision.
+    stored = {"bnb_4bit_quant_storage": dtype if is_fsdp1 else "uint8", **settings}
+    storage = str(stored["bnb_4bit_quant_storage"]).removeprefix("torch.")
+    if storage not in ((dtype,) if is_fsdp1 else (dtype, "uint8", "int8")):
+        expected = f"{dtype!r}, the dtype of other parameters{'' if is_fsdp1 else ', or an integer one'}"
+        raise wrong_value("quantization['bnb_4bit_quant_storage']", expected, storage)
+    return stored

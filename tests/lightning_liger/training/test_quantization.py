@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_liger import LigerCausalLM, LigerDPO, export_pretrained
 from lightning_liger.data import PreferenceDataModule
-from lightning_liger.training.lora import check_quantization
+from lightning_liger.training.lora import check_quantization, fit_to_strategy
 from tests.lightning_liger.strategies.workers.distributed import logit_counts
 from tests.lightning_liger.tiny import quiet_trainer, tiny_batch, tiny_llama
 
@@ -152,9 +153,11 @@ def test_what_cannot_be_quantized_is_told(folder, tmp_path):
         assert all(part in str(raised.value) for part in parts), raised.value
     with pytest.raises(TypeError, match="quantization"):
         LigerCausalLM(folder, lora=LORA, quantization=4)
-    with pytest.raises(ValueError, match=r"quantization must be None under strategies that shard.*'liger_ddp'"):
-        quiet_trainer(strategy="liger_fsdp", max_steps=1).fit(make(folder, nf4), DataLoader(BATCHES, batch_size=None))
+    with pytest.raises(ValueError, match=r"quantization must be None under FSDPStrategy, or.*'liger_fsdp'"):
+        fit_to_strategy(nf4, FSDPStrategy(), shards_packed=False)
+    with pytest.raises(ValueError, match=r"bnb_4bit_quant_storage'\] must be 'float32', .*, or an integer one"):
+        fit_to_strategy(nf4 | {"bnb_4bit_quant_storage": torch.bfloat16}, None, shards_packed=False)
     pytest.importorskip("torchao")
-    with pytest.raises(ValueError, match=r"'liger_ddp' with bitsandbytes"):
+    with pytest.raises(ValueError, match=r"any of bitsandbytes with 'liger_ddp'"):
         trainer = quiet_trainer(strategy="liger_ddp", max_steps=1)
         trainer.fit(make(folder, KINDS["int8"]), DataLoader(BATCHES, batch_size=None))

@@ -1,0 +1,37 @@
+"""Checks of parameters whose elements are packed bits of 4-bit weights, which must be sharded as they are."""
+
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from liger_ops.arguments import wrong_value
+
+
+def packed_parameters(model: Module) -> list[Parameter]:
+    """Those of bitsandbytes in 4 bits."""
+    return [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
+
+
+def check_flattened(model: Module, mixed_precision: Any) -> None:
+    """Raises ValueError if FSDP would round the bits of packed parameters to another dtype, or lacks some."""
+    dtype: torch.dtype | None = getattr(mixed_precision, "param_dtype", None)
+    for parameter in packed_parameters(model):
+        if dtype not in (None, parameter.dtype):
+            raise ValueError(
+                f"FSDP would round the bits of 4-bit weights, stored as {parameter.dtype}, to {dtype}: use precision"
+                " 'bf16-true', '16-true' or '32-true', or strategy='liger_model_parallel'"
+            )
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None and state.shape.numel() > 2 * parameter.nbytes:  # the rest does not fill an element
+            raise ValueError(
+                f"a 4-bit weight of shape {tuple(state.shape)} does not fill elements of {parameter.dtype}: use"
+                " strategy='liger_model_parallel'"
+            )
+
+
+def check_split(model: Module, **sizes: int) -> None:
+    """Raises ValueError if ranks would split layers whose weights are packed."""
+    for name, size in sizes.items():
+        if size > 1 and packed_parameters(model):
+            raise wrong_value(name, "1 with weights in 4 bits, whose rows are not elements of a dimension", size)
