@@ -28,11 +28,12 @@ NOT_TRAINED_BY_ALL_VERSIONS = (
 )
 """Types that transformers 5.17 cannot build or train."""
 
-UNBUILDABLE: dict[str, str] = {"gemma3n": "its vision tower needs the package timm"}
-if Version(transformers.__version__) < Version("5.24"):
-    UNBUILDABLE["gemma4_assistant"] = (
-        "its configuration asks for key and value sharing in all layers, its layers refuse that"
-    )
+UNBUILDABLE: dict[str, str] = {
+    "gemma3n": "its vision tower needs the package timm",
+    "gemma4_assistant": "its configuration asks for key and value sharing in all layers, its layers refuse that"
+    if Version(transformers.__version__) < Version("5.24")
+    else "its forward needs the keys and values of another model",
+}
 """Types that cannot be built here, and why."""
 
 VOCAB_SIZE = 131
