@@ -167,7 +167,7 @@ class _Layout:
         # Two models may see the same rows, such as a student and its teacher.
         key = (config._attn_implementation, sliding and config.sliding_window, query.dtype)
         if key not in self._masks:
-            make = create_sliding_window_causal_mask if sliding else create_causal_mask
+            make: Any = create_sliding_window_causal_mask if sliding else create_causal_mask
             self._masks[key] = make(
                 config=config,
                 inputs_embeds=query.new_empty(1, 1, 1).expand(query.shape[0], query.shape[2], 1),
