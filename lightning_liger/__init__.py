@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 run_early()
 
 from lightning_liger.activations.tiles import run_tiled
-from lightning_liger.callbacks import LigerCallback, TrainingSummary
+from lightning_liger.callbacks import LigerCallback
 from lightning_liger.lazy.logits import LazyLogits, lazy_logits, materialize
 from lightning_liger.lazy.scores import divergence, token_loss, token_scores, topk_log_probs
 from lightning_liger.losses.advantages import group_advantages, leave_one_out_advantages
@@ -118,7 +118,6 @@ __all__ = [
     "SampledDistillationOptions",
     "SparseDistillationOptions",
     "TPOOptions",
-    "TrainingSummary",
     "ULDOptions",
     "apply_liger_kernels",
     "deepseek_mtp_weights",

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -75,11 +76,14 @@ def checkpoint_folder(setting: str, path: str | Path | None, revision: str | Non
     check_for_repository("revision" if setting in ("pretrained", "model") else f"{setting}_revision", revision, path)
     if path is None:
         return None
-    folder = snapshot(setting, str(path), "config.json", revision=revision) if is_hub_name(path) else Path(path)
+    files = "config.json", "adapter_config.json"
+    folder = snapshot(setting, str(path), *files, revision=revision) if is_hub_name(path) else Path(path)
     if not (folder / "config.json").is_file():
+        has_adapters = (folder / "adapter_config.json").is_file()
+        hint = ", adapters of peft: merge them into their model first (merge_and_unload)" if has_adapters else ""
         raise FileNotFoundError(
             f"{setting} must be the folder of a Hugging Face checkpoint (config.json and weights), or owner/name of one"
-            f" on the Hub, got {str(path)!r}"
+            f" on the Hub, got {str(path)!r}{hint}"
         )
     return folder
 
@@ -100,26 +104,26 @@ def naming_repository(setting: str, name: str, revision: str | None = None) -> I
     try:
         yield
     except GatedRepoError as error:
-        page = "on its page of the Hub"
-        raise PermissionError(
-            f"{given} is gated: ask for access {page}, and {log_in} ({_first_line(error)})"
-        ) from error
+        access = "request access on its page of the Hub"
+        raise PermissionError(f"{given} is gated: {access}, and {log_in} ({_first_line(error)})") from error
     except RevisionNotFoundError as error:
         raise FileNotFoundError(f"{given}: the repository has no such branch, tag or commit") from error
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"{given} is neither a path that exists nor a repository of the Hub that you may see: check the name; for a"
-            f" private one {log_in}"
+            f"{given} is neither an existing path nor a repository of the Hub that you can access: check the name; for"
+            f" a private repository {log_in}"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise ConnectionError(
-            f"{given} is no path that exists, it is not whole in the local cache of the Hub, and the Hub cannot be"
-            f" reached, or HF_HUB_OFFLINE forbids it: {_first_line(error.__cause__ or error)}"
+            f"{given} is not an existing path and not complete in the local cache, and the Hub cannot be reached (no"
+            f" network, or HF_HUB_OFFLINE is set): {_first_line(error.__cause__ or error)}"
         ) from error
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise PermissionError(f"{given} is not permitted: {log_in} ({_first_line(error)})") from error
         raise ConnectionError(f"{given}: the Hub answers {_first_line(error)}") from error
+    except HTTPError as error:
+        raise ConnectionError(f"{given}: the Hub cannot be reached: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

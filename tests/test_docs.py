@@ -17,7 +17,7 @@ from liger_ops.divergence.options import KINDS
 from lightning_liger.losses import cpo, dpo, kto, policy_options, tpo
 from lightning_liger.losses.distillation_options import MODES
 from lightning_liger.strategies.registration import REGISTRATIONS
-from tests.lightning_liger.models_table import HEADER, row, summary
+from tests.lightning_liger.models_table import HEADER, RELEASES, row, summary
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -31,6 +31,13 @@ def test_page_has_the_header_and_every_architecture() -> None:
     assert MODELS.startswith(HEADER.format(version=VERSION.group(1)))
     assert MODELS.endswith(summary())
     assert len(ROWS) > 180
+
+
+def test_newest_transformers_that_is_allowed_is_the_newest_that_passed() -> None:
+    allowed = re.search(r'"transformers>=[\d.]+,<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    newest = next(iter(RELEASES)).split(".")
+    assert (int(newest[0]), int(newest[1]) + 1) == (int(allowed.group(1)), int(allowed.group(2)))
+    assert VERSION.group(1) in RELEASES
 
 
 @pytest.mark.skipif(VERSION.group(1) != transformers.__version__, reason="written for another version of transformers")

@@ -1,5 +1,6 @@
 """What is installed: versions, extras, the command, and the files of a wheel."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -92,6 +93,33 @@ def test_newest_versions_are_tried_each_week_and_break_into_an_issue():
     assert (issue["if"], "gh issue create" in issue["run"]) == ("failure()", True)
     assert "pull_request" not in gpu[True]  # whose code must not run on a machine of one's own
     assert "self-hosted" in gpu["jobs"]["gpu"]["runs-on"]
+    assert (gpu["permissions"], "permissions" in gpu["jobs"]["gpu"]) == ({"contents": "read"}, False)
+    history = gpu["jobs"]["history"]
+    assert (history["needs"], history["runs-on"]) == ("gpu", "ubuntu-latest")
+
+
+def test_history_of_benchmarks_grows_by_a_file_for_each_commit(tmp_path):
+    """The script of the workflow, twice: without the branch, and with it."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text(encoding="utf-8"))
+    script = workflow["jobs"]["history"]["steps"][-1]["run"]
+
+    def git(*arguments, cwd=tmp_path):
+        return subprocess.run(["git", *arguments], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--bare", "-b", "main", "forge")
+    git("clone", "forge", "first")
+    (tmp_path / "first" / "code.py").write_text("1\n")
+    git("add", ".", cwd=tmp_path / "first")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "code", cwd=tmp_path / "first")
+    git("push", "origin", "HEAD:main", cwd=tmp_path / "first")
+    for name in ("a", "b"):
+        git("clone", "--depth", "1", f"file://{tmp_path}/forge", name)
+        (tmp_path / name / "history").mkdir()
+        (tmp_path / name / "history" / f"{name}.jsonl").write_text("{}\n")
+        environment = {**os.environ, "GITHUB_SHA": name}
+        subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path / name, env=environment, check=True)
+    assert git("ls-tree", "--name-only", "benchmark-history", cwd=tmp_path / "forge").split() == ["a.jsonl", "b.jsonl"]
+    assert git("rev-list", "--count", "benchmark-history", cwd=tmp_path / "forge").strip() == "2"
 
 
 def test_files_of_the_repository_can_be_read_and_name_what_they_should():

@@ -115,7 +115,7 @@ class ControlledLayers:
         if mode in ("recompute", "offload"):
             if any(_has_history(layer, each) for each in (*args, *kwargs.values())):
                 rank_zero_warn(
-                    "lightning-liger: layers that extend the keys and values of earlier tokens in past_key_values are"
+                    "lightning-liger: layers that extend the keys and values of earlier tokens in a cache are"
                     " not recomputed in backward, which would extend them twice. Set use_cache=False in the model's"
                     " config for training"
                 )

@@ -1,6 +1,4 @@
-"""Monitors that only print a table."""
-
-from lightning_utilities.core.rank_zero import rank_zero_deprecation
+"""A monitor that only prints a table."""
 
 from lightning_liger.monitor import LigerMonitor
 
@@ -14,19 +12,3 @@ class Summary(LigerMonitor):
 
     def __init__(self, skip_steps: int = 2) -> None:
         super().__init__(skip_steps=skip_steps, gradient_norm=False, page=None)
-
-
-class TrainingSummary(Summary):
-    """:class:`~lightning_liger.LigerMonitor` without a page and norms of gradients. Deprecated.
-
-    Args:
-        skip_steps: As of :class:`~lightning_liger.LigerMonitor`.
-
-    Raises:
-        TypeError: If ``skip_steps`` is not an integer.
-        ValueError: If ``skip_steps`` is negative.
-    """
-
-    def __init__(self, skip_steps: int = 2) -> None:
-        rank_zero_deprecation("TrainingSummary is deprecated: LigerMonitor prints its table, too.")
-        super().__init__(skip_steps)

@@ -1,9 +1,8 @@
 """Collators: examples of token ids to the batches of post-training, padded on the right or joined into one row."""
 
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -33,7 +32,6 @@ class Layout:
         truncation: Which tokens of a longer sequence stay: ``"keep_start"`` or ``"keep_end"``.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
         padding_free: Whether all sequences of a batch are concatenated into one row.
-        packing: The former name of ``padding_free``.
     """
 
     pad_token_id: int = 0
@@ -41,13 +39,8 @@ class Layout:
     truncation: Truncation = "keep_start"
     pad_to_multiple_of: int = 1
     padding_free: bool = False
-    packing: InitVar[bool | None] = None
 
-    def __post_init__(self, packing: bool | None) -> None:
-        if packing is not None:
-            warnings.warn("packing of a Layout is named padding_free now", FutureWarning, stacklevel=3)
-            check_bool("packing", packing)
-            object.__setattr__(self, "padding_free", packing)
+    def __post_init__(self) -> None:
         check_integer("pad_token_id", self.pad_token_id, at_least=0)
         check_integer("max_length", self.max_length, at_least=2, optional=True)
         check_choice("truncation", self.truncation, TRUNCATIONS)

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from liger_ops.arguments import check_integer, check_path, wrong_type, wrong_value
+from liger_ops.arguments import check_integer, check_path, shown, wrong_type, wrong_value
 from lightning_liger.data.encoding import Encoder
 from lightning_liger.data.module import SequencesDataModule, Split, TokenizedDataModule
 from lightning_liger.data.records import Record, read_records
@@ -75,7 +75,13 @@ class ExamplesDataModule(SequencesDataModule, TokenizedDataModule):
     def _read(self, split: Split) -> Iterator[Record]:
         table = self._table(split)
         records = read_records(self._place(split)[0], self._files(split)) if table is None else table.records()
-        return islice(records, self.max_records if split == "train" else None)
+        unseen = set(self.columns.values()) if split == "train" else set()
+        for record in islice(records, self.max_records if split == "train" else None):
+            unseen -= record.values.keys()
+            yield record
+        if unseen:
+            expected = f"names of fields of {self._corpus(split)}, in which no record has {shown(sorted(unseen))}"
+            raise wrong_value("data.columns", expected, self.columns)
 
     @override
     def _make_tokenizer(self) -> PreTrainedTokenizerBase:

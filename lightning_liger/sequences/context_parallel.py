@@ -7,6 +7,7 @@ documents packed into a row, with sliding windows.
 """
 
 import copy
+import inspect
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ from liger_ops.arguments import check_integer, wrong_type
 from liger_ops.collectives import all_gather
 from lightning_liger.sequences.labels import split_sequence
 
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""The argument of models for earlier keys and values, which transformers 5.24 renamed."""
 _NAME = "liger_context_parallel"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
@@ -164,13 +167,13 @@ class _Layout:
         # Two models may see the same rows, such as a student and its teacher.
         key = (config._attn_implementation, sliding and config.sliding_window, query.dtype)
         if key not in self._masks:
-            make = create_sliding_window_causal_mask if sliding else create_causal_mask
+            make: Any = create_sliding_window_causal_mask if sliding else create_causal_mask
             self._masks[key] = make(
                 config=config,
                 inputs_embeds=query.new_empty(1, 1, 1).expand(query.shape[0], query.shape[2], 1),
                 attention_mask=None,
-                past_key_values=None,
                 position_ids=self.position_ids,
+                **{CACHE: None},
             )
         return self._masks[key]
 

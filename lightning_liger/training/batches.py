@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_ops.arguments import check_tensor, wrong_type, wrong_value
-from lightning_liger.sequences.context_parallel import attention_implementation
+from lightning_liger.sequences.context_parallel import CACHE, attention_implementation
 from lightning_liger.training.language_model import LanguageModel
 
 LABELS = ("labels", "shift_labels")
@@ -85,7 +85,7 @@ def _check_fit(labels_key: str, batch: Mapping[str, Any], model: LanguageModel) 
     if positions is not None and positions.ndim == 2 and positions.shape not in (shape, (1, shape[1])):
         raise wrong_value("batch['position_ids']", expected, positions)
     mask = batch.get("attention_mask")
-    if mask is None or isinstance(mask, Mapping) or batch.get("past_key_values") is not None:
+    if mask is None or isinstance(mask, Mapping) or batch.get(CACHE) is not None:
         return
     check_tensor("batch['attention_mask']", mask)
     if mask.ndim <= 2 and tuple(mask.shape) != shape:  # transformers takes others as they are

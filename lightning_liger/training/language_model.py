@@ -16,6 +16,7 @@ from transformers.utils import TransformersKwargs
 
 from liger_ops.arguments import did_you_mean, shown
 from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.sequences.context_parallel import CACHE
 
 # Not among the named arguments of all models that take them, but read by attention and by layers of Mamba.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -91,7 +92,7 @@ class LanguageModel:
         """None unless the model is known to use its cache for nothing but earlier keys and values."""
         if self.pretrained is None or not (self.reads_tokens and self.returns_tokens):
             return None
-        takes_it = "past_key_values" in self.known_keys and "encoder_hidden_states" not in self.known_keys
+        takes_it = CACHE in self.known_keys and "encoder_hidden_states" not in self.known_keys
         config: Any = self.pretrained.config.get_text_config(decoder=True)
         is_known = type(self.pretrained).__module__.startswith("transformers.") and hasattr(config, "num_hidden_layers")
         # With activation checkpointing of its own, transformers warns of caches.
@@ -110,7 +111,7 @@ class LanguageModel:
             inputs.setdefault("use_cache", False)
         # Rows of one document each: nothing says anything about positions.
         if self._no_cache is not None and not inputs.get("use_cache") and inputs.keys() <= {"input_ids", "use_cache"}:
-            inputs["past_key_values"] = self._no_cache
+            inputs[CACHE] = self._no_cache
 
     def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:
         """Calls the model with all that it takes besides labels, and labels ``[batch_size, seq_len]``.

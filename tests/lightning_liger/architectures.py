@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -28,7 +30,9 @@ NOT_TRAINED_BY_ALL_VERSIONS = (
 
 UNBUILDABLE: dict[str, str] = {
     "gemma3n": "its vision tower needs the package timm",
-    "gemma4_assistant": "its configuration asks for key and value sharing in all layers, its layers refuse that",
+    "gemma4_assistant": "its configuration asks for key and value sharing in all layers, its layers refuse that"
+    if Version(transformers.__version__) < Version("5.24")
+    else "its forward needs the keys and values of another model",
 }
 """Types that cannot be built here, and why."""
 

@@ -7,6 +7,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -43,7 +44,20 @@ this page.
 """
 
 
+RELEASES = {"5.24.0": ("2026-11-21", "2026-11-27"), "5.23.0": ("2026-11-13", "2026-11-21")}
+"""By version of transformers, newest first: the day of its release on PyPI, and of the commit with which the tests of
+all of its architectures pass."""
+
 SUMMARY = """
+## New versions of transformers
+
+Days from a release on PyPI to the commit with which the tests of all of its architectures pass:
+
+{releases}
+
+Version 5.23.0 is older than this project, which began on 2026-11-20. A weekly workflow runs the tests with the newest
+versions ([CONTRIBUTING.md](../CONTRIBUTING.md#development)), and `pyproject.toml` allows those that passed.
+
 ## Models under torch.compile
 
 `python -m tests.lightning_liger.compiled_models` compiles a training step of each model, patched and stock, on a CPU,
@@ -103,6 +117,10 @@ def row(model_type: str) -> str:
     return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} | {_compiled(model_type)} |\n"
 
 
+def _days(first: str, last: str) -> int:
+    return (date.fromisoformat(last) - date.fromisoformat(first)).days
+
+
 def summary() -> str:
     """Counts of what :func:`_compiled` says."""
     found = {name: each for name, each in _measured().items() if "stock" in each}
@@ -111,6 +129,7 @@ def summary() -> str:
     real = [name for name, each in measured.items() if each["patched_logits"]]
     failed = [f"`{name}`: {each.get('patched', each['stock'])}" for name, each in found.items() if name not in measured]
     return SUMMARY.format(
+        releases="\n".join(f"- {version}, released on {days[0]}: {_days(*days)}" for version, days in RELEASES.items()),
         all=len(found),
         fused=len(fused),
         single=sum(each["patched"] == 1 for each in fused),

@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_liger import (
@@ -24,7 +25,7 @@ from lightning_liger import (
 )
 from lightning_liger.cli import main
 from lightning_liger.data import PreferenceDataModule, TextDataModule
-from lightning_liger.hub import is_hub_name
+from lightning_liger.hub import is_hub_name, naming_repository
 from tests.lightning_liger.hub_server import Hub, commit_of
 from tests.lightning_liger.tiny import tiny_llama
 from tests.lightning_liger.workers.example_runs import OF_THE_HUB
@@ -116,6 +117,28 @@ def test_models_are_those_of_the_revision_and_come_from_the_cache_afterwards(hub
     assert not hub.requests
 
 
+def test_adapters_of_the_hub_come_with_their_base_model(hub, tmp_path, capsys):
+    torch.manual_seed(0)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "served" / "main"),
+        LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    adapted.peft_config["default"].base_model_name_or_path = "someone/tiny"
+    adapted.save_pretrained(tmp_path / "adapter")
+    hub.add("models/someone/adapter", tmp_path / "adapter")
+    ids = torch.arange(3, 12)[None]
+    model = AutoLigerModelForCausalLM.from_pretrained("someone/adapter")
+    assert model.liger_report.num_replaced > 0
+    torch.testing.assert_close(model(ids).logits, adapted.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    hint = r"pretrained must be .*'someone/adapter', adapters of peft: merge them"
+    with pytest.raises(FileNotFoundError, match=hint):
+        LigerCausalLM("someone/adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    module = LigerCausalLM(tmp_path / "merged")
+    module.configure_model()
+    torch.testing.assert_close(module.model.eval()(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_data_of_the_hub_are_those_of_their_file(hub, tmp_path, streaming):
     def tokens(**settings):
@@ -168,6 +191,11 @@ def test_errors_name_the_argument_and_what_to_do(hub, tmp_path, monkeypatch, cap
             ValueError,
             ("data.path='someone/data'", "split='tain'", "'train_prefs'"),
         ),
+        (
+            PreferenceDataModule(**data, split="train_prefs", columns={"prompt": "question"}).prepare_data,
+            ValueError,
+            ("data.columns", "split='train_prefs'", "no record has ['question']"),
+        ),
     ):
         with pytest.raises(error) as raised:
             make()
@@ -184,6 +212,16 @@ def test_errors_name_the_argument_and_what_to_do(hub, tmp_path, monkeypatch, cap
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConnectionError, match=r"pretrained='someone/new'.*HF_HUB_OFFLINE"):
         LigerCausalLM("someone/new")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for target, name in ((huggingface_hub.constants, "ENDPOINT"), (huggingface_hub.hf_api.api, "endpoint")):
+        monkeypatch.setattr(target, name, "http://127.0.0.1:9")  # where nothing listens
+    with pytest.raises(ConnectionError, match=r"pretrained='someone/new'.*no network.*refused"):
+        LigerCausalLM("someone/new")
+    with (
+        pytest.raises(ConnectionError, match=r"push_to_hub='me/mine': the Hub cannot be reached"),
+        naming_repository("push_to_hub", "me/mine"),
+    ):
+        huggingface_hub.hf_api.api.create_repo("me/mine")
 
 
 def test_a_yaml_file_trains_on_two_processes_and_downloads_once(hub, tmp_path):

@@ -1,8 +1,9 @@
 """Rotary embeddings: module-level functions of (q, k, cos, sin), or of complex numbers, that attention methods call.
 
-A method that calls such a function is copied with the same code and with globals in which that one name is replaced:
-the globals of the model's module do not change, and no method is rewritten. What a function computes (which columns
-form pairs, the layout of its tables, the dimension of heads) is found by comparing outputs and gradients.
+A method that calls such a function is copied with the same code and with globals in which that one name is replaced,
+inside copies of its decorators: the globals of the model's module do not change, and no method is rewritten. What a
+function computes (which columns form pairs, the layout of its tables, the dimension of heads) is found by comparing
+outputs and gradients.
 """
 
 import functools
@@ -10,7 +11,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -182,13 +183,11 @@ class RotaryReplacement(Replacement):
         return ", ".join(kinds)
 
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        methods: dict[str, Any] = {}
-        forms = dict(self.forms)
+        forms, fused = dict(self.forms), dict[str, dict[str, Any]]()
         for (method_name, name), function in _calls(original).items():
             if name in forms:
-                method = methods.get(method_name) or inspect.getattr_static(original, method_name)
-                methods[method_name] = _rebound(method, name, _fused(function, forms[name]))
-        return methods
+                fused.setdefault(method_name, {})[name] = _fused(function, forms[name])
+        return {name: _rebound(inspect.getattr_static(original, name), each) for name, each in fused.items()}
 
     def verify(self, module: nn.Module) -> float:
         functions = {name: function for (_, name), function in _calls(type(module)).items()}
@@ -202,11 +201,22 @@ class RotaryReplacement(Replacement):
         )
 
 
-def _rebound(method: FunctionType, name: str, replacement: Callable[..., Any]) -> FunctionType:
-    """``method`` with a copy of its globals in which ``name`` is ``replacement``."""
-    scope = {**method.__globals__, name: replacement}
-    scope.pop("__name__", None)  # torch.compile would look the name up in the module of that name
-    rebound = FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
+def _decorated(method: FunctionType) -> FunctionType | None:
+    """What the decorator that made ``method`` wraps, if its closure holds that."""
+    wrapped = vars(method).get("__wrapped__")
+    return wrapped if isinstance(wrapped, FunctionType) and CellType(wrapped) in (method.__closure__ or ()) else None
+
+
+def _rebound(method: FunctionType, fused: dict[str, Any]) -> FunctionType:
+    """``method``, which calls the functions ``fused`` by their names in a copy of its globals."""
+    scope, closure = method.__globals__, method.__closure__
+    if (inner := _decorated(method)) is not None:
+        copied = CellType(_rebound(inner, fused))
+        closure = tuple(copied if cell == CellType(inner) else cell for cell in closure or ())
+    else:
+        scope = {**scope, **fused}
+        scope.pop("__name__", None)  # torch.compile would look the name up in the module of that name
+    rebound = FunctionType(method.__code__, scope, method.__name__, method.__defaults__, closure)
     rebound.__kwdefaults__ = method.__kwdefaults__
     functools.update_wrapper(rebound, method)
     return rebound
@@ -221,6 +231,8 @@ def _find_calls(module_class: type[nn.Module]) -> dict[tuple[str, str], Function
         for method_name, method in vars(owner).items():
             if not isinstance(method, FunctionType) or inspect.getattr_static(module_class, method_name) is not method:
                 continue
+            while (inner := _decorated(method)) is not None:
+                method = inner
             for name in method.__code__.co_names:
                 function = method.__globals__.get(name)
                 if isinstance(function, FunctionType):

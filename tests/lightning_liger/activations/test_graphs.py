@@ -18,6 +18,7 @@ from lightning_liger import apply_liger_kernels
 from lightning_liger.activations import graphs
 from lightning_liger.activations.graphs import MAX_SHAPES, CudaBackend, LayerGraphs
 from lightning_liger.activations.layers import control_layers
+from lightning_liger.sequences.context_parallel import CACHE
 from lightning_liger.training.lora import add_adapters
 from tests.lightning_liger.activations.fake_graphs import FakeBackend
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_model
@@ -419,7 +420,7 @@ def test_caches_modes_and_hooks_of_others_are_left_to_eager_layers(backend: Any)
     owner = captured(model, backend)
     ids = torch.arange(3, 9, device=backend.device)[None]
     for _ in range(3):
-        assert isinstance(model(input_ids=ids, use_cache=True).past_key_values, DynamicCache)
+        assert isinstance(model(input_ids=ids, use_cache=True)[CACHE], DynamicCache)
     assert "fills a cache of keys and values (set use_cache=False" in owner.summary
     assert "captured" not in owner.summary
     _, other, owner = pair(backend)

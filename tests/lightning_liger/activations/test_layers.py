@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from lightning_liger import apply_liger_kernels
 from lightning_liger.activations import frames
 from lightning_liger.activations.layers import control_layers, current_run, find_layers, release_layers
+from lightning_liger.sequences.context_parallel import CACHE
 from tests.lightning_liger.activations.programs import (
     MODES,
     RandomLayer,
@@ -158,11 +159,11 @@ def test_keys_and_values_are_not_extended_twice() -> None:
     ids = torch.randint(0, 64, (1, 5))
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **{CACHE: cache}, use_cache=True)
 
     def run(cache: Any) -> dict[str, Tensor | None]:
         model.zero_grad()
-        model(ids, labels=ids, past_key_values=copy.deepcopy(cache), use_cache=True).loss.backward()
+        model(ids, labels=ids, **{CACHE: copy.deepcopy(cache)}, use_cache=True).loss.backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     for before in (None, cache):

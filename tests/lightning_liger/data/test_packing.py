@@ -187,8 +187,6 @@ def make(tmp_path):
 def test_messages_of_packing_name_what_changed_and_what_is_cut(make):
     with pytest.warns(FutureWarning, match=r"data\.packing makes rows of data\.max_length .* or data\.padding_free"):
         make(packing=True)
-    with pytest.warns(FutureWarning, match="named padding_free"):
-        assert Layout(packing=True) == Layout(padding_free=True)
     with pytest.warns(UserWarning, match=r"\d+ of 200 train sequences of .* are truncated to data\.max_length=96"):
         ready(make(**PACKED)).train_dataloader()
     with pytest.raises(ValueError, match=r"has \d+ train packed rows, but 99 are needed"):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_liger import LigerCallback, LigerMonitor, LigerStrategy, TrainingSummary
+from lightning_liger import LigerCallback, LigerMonitor, LigerStrategy
+from lightning_liger.callbacks.summary import Summary
 from lightning_liger.monitor.clock import peak_memory
 from lightning_liger.strategies.parts import activations
 from tests.lightning_liger.activations.simulated import FakeMemory
@@ -77,8 +78,7 @@ def test_peak_memory_survives_the_resets_of_measured_steps(monkeypatch):
 
 
 def test_of_several_monitors_one_measures(tmp_path, capsys):
-    with pytest.warns(DeprecationWarning, match="TrainingSummary is deprecated: LigerMonitor"):
-        summary = TrainingSummary(skip_steps=0)
+    summary = Summary(skip_steps=0)
     monitor = LigerMonitor(skip_steps=0)
     make_trainer(summary, monitor, root=tmp_path).fit(LM(), make_loader(0, 3))
     printed = capsys.readouterr().out

@@ -28,6 +28,7 @@ from tests.lightning_liger.architectures import (
 NOT_FUSED: dict[str, str] = {
     "musicgen": "its output embeddings are a list of heads, one for each codebook",
     "musicgen_melody": "its output embeddings are a list of heads, one for each codebook",
+    "dory": "its head scales the logits of each token by a parameter",
 }
 """Types whose loss is not fused, and why. That of every other type is."""
 
@@ -166,7 +167,8 @@ def test_patched_model_is_the_same_but_for_its_logits(model_type: str) -> None:
 
 
 def test_nearly_every_architecture_is_covered() -> None:
-    assert NOT_FUSED.keys() | UNBUILDABLE.keys() <= set(CAUSAL_LM_TYPES)
+    newer = {"dory"} if Version(transformers.__version__) < Version("5.24") else set()
+    assert (NOT_FUSED.keys() | UNBUILDABLE.keys()) - newer <= set(CAUSAL_LM_TYPES)
     at_least = 170 if IS_OLDEST else 180
     assert len(CAUSAL_LM_TYPES) - len(NOT_FUSED) - len(UNBUILDABLE) >= at_least
 
@@ -175,7 +177,7 @@ def test_nearly_every_architecture_is_covered() -> None:
 def test_architecture_that_is_left_out_cannot_be_built(model_type: str) -> None:
     if model_type == "gemma3n" and importlib.util.find_spec("timm") is not None:
         pytest.skip("timm is installed")
-    if model_type == "gemma4_assistant" and IS_OLDEST:
+    if model_type == "gemma4_assistant" and (IS_OLDEST or "forward" in UNBUILDABLE[model_type]):
         pytest.skip("this version builds it")
     with pytest.raises((ImportError, ValueError), match=r"timm|layer types"):
         tiny_causal_lm(model_type)

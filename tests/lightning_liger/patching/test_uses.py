@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -151,6 +153,8 @@ def test_text_loss_is_fused_and_the_same(model_type: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = tiny_image_text_model(model_type)
+    if model_type == "llama4" and Version(transformers.__version__).release[:2] == (5, 24):
+        pytest.skip("the stock model of this version reads no text without images")
     patched = copy.deepcopy(model)
     report = apply_liger_kernels(patched)
     assert report.num_replaced > 1

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from lightning_liger import LigerCallback, apply_liger_kernels
+from lightning_liger.sequences.context_parallel import CACHE
 from lightning_liger.training.language_model import LanguageModel
 from tests.lightning_liger.architectures import tiny_causal_lm
 from tests.lightning_liger.patching.rules.comparing import assert_same_gradients
@@ -152,7 +153,7 @@ def test_steps_make_no_cache_unless_asked_to(model_type: str) -> None:
     """It would hold the keys and values of all layers until the end of backward; GPT-2 is not given an empty one."""
     model, caches = tiny_causal_lm(model_type), []
     model.config.use_cache = True
-    model.register_forward_hook(lambda module, args, output: caches.append(output.past_key_values))
+    model.register_forward_hook(lambda module, args, output: caches.append(output.get(CACHE)))
     module = LM(model)
     module.training_step(tiny_batch(), 0)
     module.training_step(tiny_batch() | {"use_cache": True}, 0)
@@ -169,7 +170,7 @@ def test_empty_cache_changes_neither_logits_nor_gradients(model_type: str) -> No
     for inputs in (plain | {"use_cache": False}, dict(plain)):
         if len(results):
             seen.leave_out_cache(inputs)
-            cache = inputs["past_key_values"]
+            cache = inputs[CACHE]
         model.zero_grad()
         logits = model(**inputs).logits
         logits.square().sum().backward()
@@ -193,7 +194,7 @@ def test_empty_cache_is_for_rows_of_one_document_and_plain_attention(model_type:
     inputs = tiny_batch() | more
     inputs.pop("labels")
     LanguageModel(tiny_causal_lm(model_type)).leave_out_cache(inputs)
-    assert inputs.get("past_key_values") is None
+    assert inputs.get(CACHE) is None
 
 
 @pytest.mark.parametrize(("architecture", "is_named"), [("bart", True), ("mbart", True), ("seed_oss", False)])

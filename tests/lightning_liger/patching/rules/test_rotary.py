@@ -1,5 +1,6 @@
 """Rotary functions are found by what they compute; calls that the fused one does not cover stay as they were."""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -258,6 +259,41 @@ class Attention(Base):
     # Also defaults, closures, and the keyword-only default of an inherited method.
     assert_same(sibling, module, *arguments)
     assert_same(sibling, module, *arguments, 2.0, shift=1.0)
+
+
+@pytest.mark.parametrize("num_decorators", [1, 2])
+def test_method_with_decorators_calls_the_fused_function_within_them(
+    num_decorators: int, num_fused: Callable[[], int]
+) -> None:
+    """As those that rename arguments of attention in transformers 5.24; one of another kind stays as it is."""
+
+    def renames(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def renamed(self: nn.Module, *args: Any, factor: float = 1.0, **kwargs: Any) -> Any:
+            return tuple(2.0 * factor * each for each in function(self, *args, **kwargs))
+
+        return renamed
+
+    class Hidden:
+        def __init__(self, function: Callable[..., Any]) -> None:
+            self.function = function
+
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            return functools.partial(self.function, instance)
+
+    module = attention(half)
+    forward = plain = type(module).forward
+    for _ in range(num_decorators):
+        forward = renames(forward)
+    type(module).forward = forward
+    twin = assert_replaced(module, "apply_rotary")
+    num_fused()
+    assert_same(module, twin, *inputs(), factor=0.5)
+    assert num_fused() == 1
+    assert type(module).forward is forward
+    hidden = attention(half)
+    type(hidden).forward = Hidden(plain)
+    assert apply_liger_kernels(hidden).entries == []
 
 
 def test_two_functions_of_one_method_are_both_replaced(num_fused: Callable[[], int]) -> None:
