@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_choice, check_floating_tensors
+from liger_ops.arguments import check_choice, check_floating_tensors, check_shape, wrong_value
 from liger_ops.divergence.options import (
     IGNORED,
     DivergenceOptions,
@@ -165,12 +165,11 @@ def divergence(
     options = DivergenceOptions.checked(
         kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
-    if student_logits.dim() == 0 or teacher_logits.shape[:-1] != student_logits.shape[:-1] or not teacher_logits.dim():
-        raise ValueError(
-            "teacher_logits must have student_logits' tokens: student_logits has shape"
-            f" {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)}"
-        )
+    if student_logits.dim() == 0:
+        raise wrong_value("student_logits", "[..., vocab_size]", student_logits)
     tokens = student_logits.shape[:-1]
+    vocab_size = teacher_logits.shape[-1:] or student_logits.shape[-1:]
+    check_shape("teacher_logits", teacher_logits, (*tokens, *vocab_size), "student_logits' tokens")
     check_tokens(mask, token_weight, student_logits, tokens, "student_logits")
     num_columns = num_common_columns(student_logits.shape[-1], teacher_logits.shape[-1], vocab)
     student, teacher = (

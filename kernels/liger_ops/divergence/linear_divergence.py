@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_choice, check_floating_tensors, check_integer, wrong_value
+from liger_ops.arguments import check_choice, check_floating_tensors, check_integer, check_shape, wrong_value
 from liger_ops.divergence.divergence import DivergenceFunction, empty_results, reduce_rows, scale_in_forward
 from liger_ops.divergence.options import (
     IGNORED,
@@ -196,11 +196,7 @@ def linear_divergence(
     options = DivergenceOptions.checked(
         kind, beta, temperature, t_squared, softcap, logit_scale, teacher_softcap, teacher_logit_scale
     )
-    if teacher_input.shape[:-1] != input.shape[:-1]:
-        raise ValueError(
-            f"teacher_input must have input's tokens: input has shape {tuple(input.shape)}, teacher_input"
-            f" {tuple(teacher_input.shape)}"
-        )
+    check_shape("teacher_input", teacher_input, (*input.shape[:-1], *teacher_input.shape[-1:]), "input's tokens")
     tokens = input.shape[:-1]
     check_tokens(mask, token_weight, input, tokens, "input")
     labels, weight_of_tokens = flat_tokens(mask, token_weight, input, tokens.numel())
