@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import liger_ops
+from liger_ops.backend import wide
 from liger_ops.norm.rms_norm import CASTINGS
 from liger_ops.self_check import CASES
 from liger_ops.softmax import softmax_reference
@@ -33,10 +34,6 @@ class Sized(NamedTuple):
     options: dict[str, list[Any]] = {}
     num_inputs: int = 1  # that have the first one's dtype
     num_optional: int = 1  # of the last tensors, each of which may be None
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def normalized(x: Tensor, dims: Any = -1) -> Tensor:
@@ -288,8 +285,8 @@ def test_no_less_accurate_than_plain_pytorch(name: str, data: st.DataObject, tri
     is_there = [True] * (len(shapes) - op.num_optional) + [*draw.has]
     dtypes = [dtype if index < op.num_inputs else draw.parameter_dtype or dtype for index in range(len(shapes))]
     inputs = [
-        lay_out(torch.randn(shape).to(triton_device, each), draw.layouts[0]) if there else None
-        for shape, each, there in zip(shapes, dtypes, is_there, strict=True)
+        lay_out(torch.randn(shape).to(triton_device, dtypes[place]), draw.layouts[place % 2]) if there else None
+        for place, (shape, there) in enumerate(zip(shapes, is_there, strict=True))
     ]
     places = [place for place, there in enumerate(is_there) if there]
     places = [place for place in places if place in draw.wanted] or places
@@ -325,7 +322,7 @@ def test_no_less_accurate_than_plain_pytorch(name: str, data: st.DataObject, tri
         if ours is not None:
             assert ours.dtype == theirs.dtype
             assert ours.is_contiguous() or not draw.used[0]  # the upstream gradient itself
-            factor = 4.0 if is_mixed or place >= op.num_inputs else 2.0
-            # The gradient of one number is a sum of both signs over all others.
-            magnitude = inputs[0].numel() ** 0.5 if ours.shape == (1,) else 0.0  # type: ignore[union-attr]
+            factor, magnitude = 4.0 if is_mixed or place >= op.num_inputs else 2.0, 0.0
+            if ours.shape == (1,):  # a sum of both signs over all others, and of errors that have one
+                factor, magnitude = 16.0 if is_mixed else factor, inputs[0].numel() ** 0.5  # type: ignore[union-attr]
             assert_as_accurate(f"gradient {place}", ours, theirs, true, factor=factor, magnitude=magnitude)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.norm.checks import output_dtype
 from liger_ops.norm.kernels import backward_kernel, forward_kernel, projections_kernel
 from liger_ops.norm.launch import (
     LONG_ROW,
@@ -59,11 +60,7 @@ def row_norm_reference(
     if weight is None:
         return normalized.to(x.dtype)
     scale = offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return (normalized * scale).to(_output_dtype(x.dtype, weight, casting))
-
-
-def _output_dtype(x_dtype: torch.dtype, weight: Tensor | None, casting: str) -> torch.dtype:
-    return x_dtype if casting == "gemma" or weight is None else torch.promote_types(x_dtype, weight.dtype)
+    return (normalized * scale).to(output_dtype(x.dtype, weight, casting))
 
 
 def _as_rows(tensor: Tensor | None, num_columns: int) -> tuple[Tensor | None, int]:
@@ -85,7 +82,7 @@ def _allocate(
 ) -> list[Tensor]:
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     # Not new_empty, which takes twice as long.
-    y = torch.empty_like(x, dtype=_output_dtype(dtype, weight, casting), memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, dtype=output_dtype(dtype, weight, casting), memory_format=torch.contiguous_format)
     statistics = torch.empty((1 + centered, x.numel() // hidden_size), dtype=torch.float32, device=x.device)
     if residual is None:
         return [y, statistics]

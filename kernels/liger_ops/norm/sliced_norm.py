@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.autograd import differentiable
+from liger_ops.norm.checks import output_dtype
 from liger_ops.norm.sliced_kernels import MAX_GROUP_SIZE, backward_kernel, choose_launch, forward_kernel
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -28,31 +29,23 @@ class SlicedNormOptions(NamedTuple):
     casting: str  # "gemma" or "llama", see gated_rms_norm
 
 
-def _output_dtype(x: Tensor, weight: Tensor | None, casting: str) -> torch.dtype:
-    return x.dtype if weight is None or casting == "gemma" else torch.promote_types(x.dtype, weight.dtype)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def sliced_norm_reference(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, shift: Tensor | None, *options: Any
 ) -> Tensor:
     """The norm in plain PyTorch, in float32 or wider; scale and shift have x's dimensions, or 1 in their place."""
     num_groups, eps, offset, gating, activation, casting = options
-    factor = 1.0 if gate is None else ACTIVATIONS[activation](_wide(gate))
-    z = (_wide(x) * (factor if gating == "first" else 1.0)).unflatten(-1, (num_groups, -1))
+    factor = 1.0 if gate is None else ACTIVATIONS[activation](backend.wide(gate))
+    z = (backend.wide(x) * (factor if gating == "first" else 1.0)).unflatten(-1, (num_groups, -1))
     y = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if casting == "llama":
-        y = _wide(y.to(x.dtype))
+        y = backend.wide(y.to(x.dtype))
     if weight is not None:
-        y = y * (offset + _wide(weight))
+        y = y * (offset + backend.wide(weight))
     if scale is not None:
-        y = y * (1.0 + _wide(scale))
+        y = y * (1.0 + backend.wide(scale))
     if shift is not None:
-        y = y + _wide(shift)
-    return (y * factor if gating == "last" else y).to(_output_dtype(x, weight, casting))
+        y = y + backend.wide(shift)
+    return (y * factor if gating == "last" else y).to(output_dtype(x.dtype, weight, casting))
 
 
 _TENSORS = "Tensor x, Tensor? gate, Tensor? weight, Tensor? scale, Tensor? shift"
@@ -61,7 +54,7 @@ _OPTIONS = backend.schema_of(SlicedNormOptions)
 
 def _allocate(x: Tensor, gate: Tensor | None, weight: Tensor | None, *others: Any) -> list[Tensor]:
     options = SlicedNormOptions(*others[2:])
-    y = x.new_empty(x.shape, dtype=_output_dtype(x, weight, options.casting))
+    y = x.new_empty(x.shape, dtype=output_dtype(x.dtype, weight, options.casting))
     return [y, x.new_empty((x.numel() // x.shape[-1], options.num_groups), dtype=torch.float32)]
 
 
