@@ -22,12 +22,11 @@ from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.router import moe_router
 from liger_ops.multi_token_attention import multi_token_attention
 from liger_ops.norm.dyt import dyt
-from liger_ops.norm.gated_rms_norm import gated_rms_norm
 from liger_ops.norm.group_norm import group_norm
 from liger_ops.norm.layer_norm import layer_norm
-from liger_ops.norm.modulated_rms_norm import modulated_rms_norm
 from liger_ops.norm.poly_norm import poly_norm
 from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
+from liger_ops.norm.sliced_norm import gated_rms_norm, modulated_rms_norm
 from liger_ops.rope import apply_rotary
 from liger_ops.softmax import softmax, sparsemax
 
