@@ -23,9 +23,8 @@ from liger_ops.moe.router import moe_router
 from liger_ops.multi_token_attention import multi_token_attention
 from liger_ops.norm.dyt import dyt
 from liger_ops.norm.group_norm import group_norm
-from liger_ops.norm.layer_norm import layer_norm
 from liger_ops.norm.poly_norm import poly_norm
-from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
+from liger_ops.norm.row_norm import add_rms_norm, layer_norm, rms_norm
 from liger_ops.norm.sliced_norm import gated_rms_norm, modulated_rms_norm
 from liger_ops.rope import apply_rotary
 from liger_ops.softmax import softmax, sparsemax

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import liger_ops
 from liger_ops.backend import wide
-from liger_ops.norm.rms_norm import CASTINGS
+from liger_ops.norm.row_norm import CASTINGS
 from liger_ops.self_check import CASES
 from liger_ops.softmax import softmax_reference
 from tests.liger_ops.accuracy import DTYPES, LAYOUTS, assert_as_accurate, few, lay_out

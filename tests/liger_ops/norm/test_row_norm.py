@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import add_rms_norm, layer_norm, rms_norm
-from liger_ops.norm.rms_norm import CASTINGS
-from liger_ops.norm.row_norm import RowNormOptions, row_norm_reference
+from liger_ops.norm.row_norm import CASTINGS, RowNormOptions, row_norm_reference
 
 EPS = 1e-6
 
