@@ -4,8 +4,7 @@ Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewher
 ``torch.nn.functional`` are call-compatible with it; ``liger_ops.nn`` has modules to match.
 """
 
-from liger_ops.divergence.divergence import divergence
-from liger_ops.divergence.linear_divergence import linear_divergence
+from liger_ops.divergence.divergence import divergence, linear_divergence
 from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from liger_ops.log_probs.linear_log_probs import linear_log_probs
 from liger_ops.log_probs.linear_token_loss import linear_token_loss
