@@ -4,8 +4,7 @@ Each runs as Triton kernels on a GPU and as its plain PyTorch reference elsewher
 ``torch.nn.functional`` are call-compatible with it; ``liger_ops.nn`` has modules to match.
 """
 
-from liger_ops.divergence.divergence import divergence
-from liger_ops.divergence.linear_divergence import linear_divergence
+from liger_ops.divergence.divergence import divergence, linear_divergence
 from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from liger_ops.log_probs.linear_log_probs import linear_log_probs
 from liger_ops.log_probs.linear_token_loss import linear_token_loss
@@ -22,12 +21,10 @@ from liger_ops.moe.experts import moe_experts
 from liger_ops.moe.router import moe_router
 from liger_ops.multi_token_attention import multi_token_attention
 from liger_ops.norm.dyt import dyt
-from liger_ops.norm.gated_rms_norm import gated_rms_norm
 from liger_ops.norm.group_norm import group_norm
-from liger_ops.norm.layer_norm import layer_norm
-from liger_ops.norm.modulated_rms_norm import modulated_rms_norm
 from liger_ops.norm.poly_norm import poly_norm
-from liger_ops.norm.rms_norm import add_rms_norm, rms_norm
+from liger_ops.norm.row_norm import add_rms_norm, layer_norm, rms_norm
+from liger_ops.norm.sliced_norm import gated_rms_norm, modulated_rms_norm
 from liger_ops.rope import apply_rotary
 from liger_ops.softmax import softmax, sparsemax
 

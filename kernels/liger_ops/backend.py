@@ -66,6 +66,11 @@ def runs_on_triton(tensor: Tensor, *others: Tensor | None) -> bool:
     return use_triton(tensor)
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """In float32, or in its dtype if that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def next_power_of_2(size: int) -> int:
     """The least power of two that is at least ``size``, 0 of 0. Triton's own takes microseconds."""
     return 1 << (size - 1).bit_length() if size else 0

@@ -40,8 +40,7 @@ from liger_ops.moe.router import moe_router
 from liger_ops.multi_token_attention import MultiTokenAttention
 from liger_ops.norm.checks import as_num_groups, as_number
 from liger_ops.norm.group_norm import group_norm
-from liger_ops.norm.layer_norm import layer_norm
-from liger_ops.norm.rms_norm import Casting, check_options, rms_norm
+from liger_ops.norm.row_norm import Casting, check_options, layer_norm, rms_norm
 from liger_ops.rope import apply_rotary, check_positions_shape
 
 __all__ = [

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import liger_ops
+from liger_ops.backend import wide
 from liger_ops.fp8.gated_mlp import scaled_gated_mlp
 from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import unsupported
@@ -38,12 +39,16 @@ class Sizes(NamedTuple):
     vocab_size: int = 515
 
 
+def _call(op: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
+    return op(*tensors, **options)
+
+
 class Case(NamedTuple):
     """An op, the same in plain PyTorch, and arguments."""
 
-    call: Callable[..., Any]  # calls the op, which is its first argument, with tensors; returns a tensor or several
-    plain: Callable[..., Any]  # the same of the tensors alone
+    plain: Callable[..., Any]  # the op of tensors; returns a tensor or several
     make: Callable[[Sizes], tuple[list[Tensor], list[Tensor]]]  # differentiable tensors and others, float32 on the CPU
+    call: Callable[..., Any] = _call  # calls the op, which is its first argument, with the tensors
     magnitude: float = 0.0  # of what the first output is a difference of, whose rounding it cannot be without
 
 
@@ -61,10 +66,6 @@ class Result:
     message: str = ""  # what is wrong; empty if nothing is
     is_error: bool = False  # whether the op raised an error
     is_unsupported: bool = False  # whether the device cannot run it, for the reason in message
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _rows(sizes: Sizes) -> Tensor:
@@ -133,7 +134,7 @@ def _two_heads(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _log_softmax(*head: Tensor) -> Tensor:
-    return _wide(F.linear(*head)).log_softmax(-1)
+    return wide(F.linear(*head)).log_softmax(-1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -143,13 +144,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def plain_cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     """Cross entropy of logits ``[*, vocab_size]`` in float32 or wider."""
-    losses = F.cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), reduction=reduction)
+    losses = F.cross_entropy(wide(logits).flatten(0, -2), labels.flatten(), reduction=reduction)
     return losses.view(labels.shape) if reduction == "none" else losses
 
 
 def plain_kl(student: Tensor, teacher: Tensor, reduction: str = "mean") -> Tensor:
     """KL(teacher || student) of logits for each token, or its mean, 0 for no tokens."""
-    s, t = (_wide(logits).log_softmax(-1) for logits in (student, teacher))
+    s, t = (wide(logits).log_softmax(-1) for logits in (student, teacher))
     losses = (t.exp() * (t - s)).sum(-1)
     return losses if reduction == "none" else losses.sum() / max(1, losses.numel())
 
@@ -170,14 +171,14 @@ def _likelihoods(*tensors: Tensor) -> Tensor:
 
 
 def _plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = _wide(x)
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * _wide(weight)
+    z = wide(x)
+    return z * torch.rsqrt(z.square().mean(-1, keepdim=True) + _EPS) * wide(weight)
 
 
 def _plain_sparsemax(x: Tensor) -> Tensor:
-    wide = _wide(x)
-    top = wide.amax(dim=-1, keepdim=True)
-    z = wide - top
+    z = wide(x)
+    top = z.amax(dim=-1, keepdim=True)
+    z = z - top
     tau = torch.full_like(z[..., :1], -1.0)
     for _ in range(x.shape[-1]):  # until nothing more falls out of the support
         support = z > tau
@@ -187,14 +188,14 @@ def _plain_sparsemax(x: Tensor) -> Tensor:
 
 
 def _plain_dyt(x: Tensor, alpha: Tensor, *others: Tensor) -> Tensor:
-    gamma, beta = map(_wide, others)
-    return (gamma * torch.tanh(_wide(alpha) * _wide(x)) + beta).to(x.dtype)
+    gamma, beta = map(wide, others)
+    return (gamma * torch.tanh(wide(alpha) * wide(x)) + beta).to(x.dtype)
 
 
 def _plain_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    powers = torch.stack([_wide(x) ** power for power in (3, 2, 1)])
+    powers = torch.stack([wide(x) ** power for power in (3, 2, 1)])
     normalized = powers * torch.rsqrt(powers.square().mean(dim=-1, keepdim=True) + _EPS)
-    return (torch.einsum("k,k...->...", _wide(weight), normalized) + _wide(bias)).to(x.dtype)
+    return (torch.einsum("k,k...->...", wide(weight), normalized) + wide(bias)).to(x.dtype)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -202,9 +203,9 @@ def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def unit_case(activation: Callable[[Tensor], Tensor], **options: str | float) -> Case:
+def unit_case(activation: Callable[[Tensor], Tensor], **options: Any) -> Case:
     """A gated unit: ``activation(gate) * up``."""
-    return Case(lambda op, *tensors: op(*tensors, **options), lambda gate, up: activation(gate) * up, _norm(2, 0))
+    return Case(lambda gate, up: activation(gate) * up, _norm(2, 0), functools.partial(_call, **options))
 
 
 def _experts(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
@@ -216,13 +217,13 @@ def _experts(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
 
 def _plain_experts(x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, index: Tensor) -> Tensor:
     """The experts one after another."""
-    y = torch.zeros_like(_wide(x))
+    y = torch.zeros_like(wide(x))
     for expert in range(len(down)):
         *tokens, slots = (index == expert).nonzero(as_tuple=True)
         gate, up = F.linear(x[tuple(tokens)], gate_up[expert]).chunk(2, dim=-1)
-        rows = F.linear((F.silu(_wide(gate)) * up).to(x.dtype), down[expert])
+        rows = F.linear((F.silu(wide(gate)) * up).to(x.dtype), down[expert])
         pairs = (*tokens, slots)
-        y = y.index_put(tuple(tokens), _wide(rows) * _wide(scores[pairs]).unsqueeze(-1), accumulate=True)
+        y = y.index_put(tuple(tokens), wide(rows) * wide(scores[pairs]).unsqueeze(-1), accumulate=True)
     return y.to(x.dtype)
 
 
@@ -232,7 +233,7 @@ def _router_logits(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _plain_router(logits: Tensor) -> Tensor:
-    chosen = _wide(logits).softmax(-1).topk(2).values
+    chosen = wide(logits).softmax(-1).topk(2).values
     return chosen / chosen.sum(-1, keepdim=True)
 
 
@@ -247,10 +248,10 @@ def _hyper_connections(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _plain_coefficients(x: Tensor, phi: Tensor, b: Tensor, *alphas: Tensor) -> tuple[Tensor, ...]:
-    wide = _wide(x).flatten(-2)
-    mix = wide @ _wide(phi) / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    columns = zip(mix.split([4, 4, 16], -1), _wide(b).split([4, 4, 16]), alphas, strict=True)
-    pre, post, res = (part * _wide(alpha) + bias for part, bias, alpha in columns)
+    rows = wide(x).flatten(-2)
+    mix = rows @ wide(phi) / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    columns = zip(mix.split([4, 4, 16], -1), wide(b).split([4, 4, 16]), alphas, strict=True)
+    pre, post, res = (part * wide(alpha) + bias for part, bias, alpha in columns)
     matrix = res.unflatten(-1, (4, 4)).softmax(-1) + 1e-6
     for dim in (-2, *(-1, -2) * 19):
         matrix = matrix / (matrix.sum(dim, keepdim=True) + 1e-6)
@@ -258,7 +259,7 @@ def _plain_coefficients(x: Tensor, phi: Tensor, b: Tensor, *alphas: Tensor) -> t
 
 
 def _plain_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-    x, f_out, h_post, h_res = map(_wide, (x, f_out, h_post, h_res))
+    x, f_out, h_post, h_res = map(wide, (x, f_out, h_post, h_res))
     return torch.einsum("...oi,...ic->...oc", h_res, x) + h_post[..., None] * f_out[..., None, :]
 
 
@@ -269,135 +270,124 @@ def _attention_scores(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
 
 def _plain_multi_token_attention(scores: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    probabilities = _wide(scores.masked_fill(later, -torch.inf)).softmax(-1)
+    probabilities = wide(scores.masked_fill(later, -torch.inf)).softmax(-1)
     return F.conv2d(probabilities.tril().to(scores.dtype), weight, bias, padding=1, groups=2).tril()
 
 
 # A budget of chunks makes at least two, however large it is.
 CASES = {
     "linear_cross_entropy": Case(
-        lambda op, x, weight, bias, labels: op(x, weight, labels, linear_bias=bias, chunk_bytes=2**20),
         lambda *tensors: plain_cross_entropy(F.linear(*tensors[:3]), tensors[3]),
         _head,
+        lambda op, x, weight, bias, labels: op(x, weight, labels, linear_bias=bias, chunk_bytes=2**20),
         magnitude=1.0,
     ),
-    "cross_entropy": Case(lambda op, *tensors: op(*tensors), plain_cross_entropy, make_logits, magnitude=1.0),
+    "cross_entropy": Case(plain_cross_entropy, make_logits, magnitude=1.0),
     "linear_divergence": Case(
+        lambda *tensors: plain_kl(F.linear(*tensors[:3]), F.linear(*tensors[3:]), "none"),
+        _two_heads,
         lambda op, x, weight, bias, *teacher: op(
             x, weight, *teacher, linear_bias=bias, reduction="none", chunk_bytes=2**20
         ),
-        lambda *tensors: plain_kl(F.linear(*tensors[:3]), F.linear(*tensors[3:]), "none"),
-        _two_heads,
         magnitude=4.0,
     ),
-    "divergence": Case(
-        lambda op, *tensors: op(*tensors),
-        plain_kl,
-        lambda sizes: ([1.5 * _rows(sizes)], [1.5 * _rows(sizes)]),
-        magnitude=4.0,
-    ),
+    "divergence": Case(plain_kl, lambda sizes: ([1.5 * _rows(sizes)], [1.5 * _rows(sizes)]), magnitude=4.0),
     "linear_log_probs": Case(
+        _log_probs_and_entropy,
+        _head,
         lambda op, x, weight, bias, labels: tuple(
             op(x, weight, labels, linear_bias=bias, outputs=("log_probs", "entropy"), chunk_bytes=2**20)[:2]
         ),
-        _log_probs_and_entropy,
-        _head,
         magnitude=1.0,
     ),
     "token_log_probs": Case(
-        lambda op, *tensors: tuple(op(*tensors, outputs=("log_probs", "entropy"))[:2]),
-        lambda logits, labels: _scores_of(_wide(logits).log_softmax(-1), labels),
+        lambda logits, labels: _scores_of(wide(logits).log_softmax(-1), labels),
         make_logits,
+        lambda op, *tensors: tuple(op(*tensors, outputs=("log_probs", "entropy"))[:2]),
         magnitude=1.0,
     ),
     "linear_token_loss": Case(
+        _likelihoods,
+        _head,
         lambda op, x, weight, bias, labels: op(
             x, weight, labels, lambda scores, index: -scores.log_probs.exp(), linear_bias=bias
         )[0],
-        _likelihoods,
-        _head,
         magnitude=1.0,
     ),
     "linear_topk_log_probs": Case(
-        lambda op, x, weight, bias, ids: op(x, weight, ids, linear_bias=bias, chunk_bytes=2**20),
         lambda *tensors: _log_softmax(*tensors[:3]).gather(-1, tensors[3]),
         _head_and_ids,
+        lambda op, x, weight, bias, ids: op(x, weight, ids, linear_bias=bias, chunk_bytes=2**20),
         magnitude=4.0,
     ),
     "rms_norm": Case(
-        lambda op, x, weight: op(x, weight.shape, weight, _EPS),
-        lambda x, weight: F.rms_norm(_wide(x), weight.shape, _wide(weight), _EPS).to(x.dtype),
+        lambda x, weight: F.rms_norm(wide(x), weight.shape, wide(weight), _EPS).to(x.dtype),
         _norm(1, 1),
+        lambda op, x, weight: op(x, weight.shape, weight, _EPS),
     ),
     "add_rms_norm": Case(
-        lambda op, x, residual, weight: op(x, residual, weight.shape, weight, _EPS),
         lambda x, residual, weight: (
-            F.rms_norm(_wide(x + residual), weight.shape, _wide(weight), _EPS).to(x.dtype),
+            F.rms_norm(wide(x + residual), weight.shape, wide(weight), _EPS).to(x.dtype),
             x + residual,
         ),
         _norm(2, 1),
+        lambda op, x, residual, weight: op(x, residual, weight.shape, weight, _EPS),
     ),
     "layer_norm": Case(
-        lambda op, x, weight, bias: op(x, weight.shape, weight, bias, _EPS),
         lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, _EPS),
         _norm(1, 2),
+        lambda op, x, weight, bias: op(x, weight.shape, weight, bias, _EPS),
     ),
     "gated_rms_norm": Case(
-        lambda op, x, gate, weight: op(x, gate, weight, _EPS),
-        lambda x, gate, weight: (_plain_rms_norm(x, weight) * F.silu(_wide(gate))).to(x.dtype),
+        lambda x, gate, weight: (_plain_rms_norm(x, weight) * F.silu(wide(gate))).to(x.dtype),
         _norm(2, 1),
+        lambda op, x, gate, weight: op(x, gate, weight, _EPS),
     ),
     "modulated_rms_norm": Case(
-        lambda op, x, weight, scale, shift: op(x, weight, scale, shift, _EPS),
-        lambda x, weight, scale, shift: (_plain_rms_norm(x, weight) * (1 + _wide(scale)) + _wide(shift)).to(x.dtype),
+        lambda x, weight, scale, shift: (_plain_rms_norm(x, weight) * (1 + wide(scale)) + wide(shift)).to(x.dtype),
         _modulated,
+        lambda op, x, weight, scale, shift: op(x, weight, scale, shift, _EPS),
     ),
     "group_norm": Case(
-        lambda op, x, weight, bias: op(x, 2, weight, bias, _EPS),
         lambda x, weight, bias: F.group_norm(x, 2, weight, bias, _EPS),
         _channels,
+        lambda op, x, weight, bias: op(x, 2, weight, bias, _EPS),
     ),
-    "apply_rotary": Case(
-        lambda op, *tensors: op(*tensors),
-        lambda q, k, cos, sin: (_rotate(q, cos, sin), _rotate(k, cos, sin)),
-        _heads,
-    ),
+    "apply_rotary": Case(lambda q, k, cos, sin: (_rotate(q, cos, sin), _rotate(k, cos, sin)), _heads),
     "silu_mul": unit_case(F.silu),
     "gelu_mul": unit_case(functools.partial(F.gelu, approximate="tanh"), approximate="tanh"),
     "relu_squared_mul": unit_case(relu_squared),
-    "dyt": Case(lambda op, *tensors: op(*tensors), _plain_dyt, _dynamic),
+    "dyt": Case(_plain_dyt, _dynamic),
     "poly_norm": Case(
-        lambda op, *tensors: op(*tensors, _EPS),
         _plain_poly_norm,
         lambda sizes: ([_rows(sizes), torch.tensor([0.5, -0.75, 1.25]), torch.full((1,), 0.5)], []),
+        lambda op, *tensors: op(*tensors, _EPS),
     ),
-    "softmax": Case(lambda op, x: op(x), lambda x: _wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
-    "sparsemax": Case(lambda op, x: op(x), _plain_sparsemax, _norm(1, 0)),
+    "softmax": Case(lambda x: wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
+    "sparsemax": Case(_plain_sparsemax, _norm(1, 0)),
     "multi_token_attention": Case(
-        lambda op, *tensors: op(*tensors, padding=1, groups=2), _plain_multi_token_attention, _attention_scores
+        _plain_multi_token_attention, _attention_scores, functools.partial(_call, padding=1, groups=2)
     ),
-    "mhc_coeffs": Case(lambda op, *tensors: op(*tensors), _plain_coefficients, _hyper_connections),
+    "mhc_coeffs": Case(_plain_coefficients, _hyper_connections),
     "mhc_pre": Case(
-        lambda op, *tensors: op(*tensors),
-        lambda x, h_pre: (_wide(h_pre)[..., None] * _wide(x)).sum(-2).to(x.dtype),
+        lambda x, h_pre: (wide(h_pre)[..., None] * wide(x)).sum(-2).to(x.dtype),
         lambda sizes: ([_streams(sizes), torch.rand(*sizes[:2], 4)], []),
     ),
     "mhc_post_res": Case(
-        lambda op, *tensors: op(*tensors),
         lambda x, *others: _plain_post_res(x, *others).to(x.dtype),
         lambda sizes: (
             [_streams(sizes), torch.randn(sizes[:3]), torch.rand(*sizes[:2], 4), torch.rand(*sizes[:2], 4, 4)],
             [],
         ),
     ),
-    "relu_squared": Case(lambda op, x: op(x), relu_squared, _norm(1, 0)),
+    "relu_squared": Case(relu_squared, _norm(1, 0)),
     "moe_experts": Case(
-        lambda op, x, gate_up, down, scores, index: op(x, gate_up, down, index, scores),
         _plain_experts,
         _experts,
+        lambda op, x, gate_up, down, scores, index: op(x, gate_up, down, index, scores),
         magnitude=4.0,
     ),
-    "moe_router": Case(lambda op, logits: op(logits, 2)[1], _plain_router, _router_logits),
+    "moe_router": Case(_plain_router, _router_logits, lambda op, logits: op(logits, 2)[1]),
 }
 """A case of each op with its usual options, by the op's name."""
 

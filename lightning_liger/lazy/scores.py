@@ -33,8 +33,8 @@ from liger_ops.arguments import (
 )
 from liger_ops.divergence.divergence import divergence as divergence_of_logits
 from liger_ops.divergence.options import DivergenceOptions, check_tokens, num_common_columns
+from liger_ops.log_probs.linear_token_loss import join_units
 from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS, check_outputs, check_temperature, scores_reference
-from liger_ops.log_probs.units import join_units
 from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
 from lightning_liger.lazy.chunks import Rows, choose_tokens, over_chunks
 from lightning_liger.lazy.logits import LazyLogits, as_lazy

@@ -1,33 +1,21 @@
-"""activation(gate) * up: kernels against the reference in float64, with plain PyTorch as the yardstick."""
+"""activation(gate) * up: whose memory its gradients take; sizes and options are in test_sizes."""
 
-import functools
 import gc
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_ops.gated_linear_unit import gelu_mul, relu_squared, relu_squared_mul, silu_mul
-from tests.liger_ops.accuracy import DTYPES, LAYOUTS, assert_as_accurate, few, lay_out
+from tests.liger_ops.test_sizes import UNITS
 
 Unit = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
 
 
-UNITS = {
-    "silu": (silu_mul, F.silu),
-    "silu, scaled": (functools.partial(silu_mul, gate_multiplier=-0.375), lambda gate: F.silu(-0.375 * gate)),
-    "gelu": (gelu_mul, F.gelu),
-    "gelu_tanh": (functools.partial(gelu_mul, approximate="tanh"), lambda gate: F.gelu(gate, approximate="tanh")),
-    "relu_squared": (relu_squared_mul, lambda gate: F.relu(gate).square()),
-}
 SILU = UNITS["silu"]
 
 
@@ -35,57 +23,6 @@ SILU = UNITS["silu"]
 def unit(request: pytest.FixtureRequest) -> Unit:
     """One of our functions, and its activation in PyTorch."""
     return UNITS[request.param]
-
-
-@given(
-    draw=st.builds(
-        SimpleNamespace,
-        name=st.sampled_from([*UNITS]),
-        kind=st.sampled_from(["gate and up", "packed", "alone"]),
-        # The last: four blocks and two columns.
-        shape=st.sampled_from([(), (1, 1), (0, 64), (3, 507), (1, 1024), (2, 3, 683)]),
-        dtypes=st.tuples(*2 * [st.sampled_from([*DTYPES, None])]),
-        layouts=st.tuples(*2 * [st.sampled_from(LAYOUTS)]),
-        wanted=st.sampled_from([(True, True), (True, False), (False, True)]),
-        seed=st.integers(0, 2**16),
-    )
-)
-@few(150)
-def test_no_less_accurate_than_plain_pytorch(draw: Any, triton_device: torch.device) -> None:
-    """Of two tensors of one or of two dtypes, of a packed one, and relu squared without up; all gradients or one."""
-    torch.manual_seed(draw.seed)
-    function, activation = UNITS[draw.name]
-    first, (input_layout, upstream_layout) = draw.dtypes[0] or torch.float32, draw.layouts
-    gate, up, grad_output = (3 * torch.randn(draw.shape, device=triton_device) for _ in range(3))
-    inputs = [lay_out(each.to(dtype), input_layout) for each, dtype in ((gate, first), (up, draw.dtypes[1] or first))]
-    if draw.kind == "packed" and draw.shape:
-        inputs = [lay_out(torch.cat((gate, up), dim=-1).to(first), input_layout)]
-    elif draw.kind == "alone":
-        function, activation, inputs = relu_squared, UNITS["relu_squared"][1], inputs[:1]
-    upstream = lay_out(grad_output.to(first), upstream_layout)
-    needs = draw.wanted if len(inputs) == 2 else (True,)
-
-    def plain(*inputs: Tensor) -> Tensor:
-        if draw.kind == "alone":
-            return activation(*inputs)
-        gate, up = inputs if len(inputs) == 2 else inputs[0].chunk(2, dim=-1)
-        return activation(gate) * up
-
-    def run(function: Callable[..., Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-        leaves = [
-            each.detach().to(dtype or each.dtype).requires_grad_(need) for each, need in zip(inputs, needs, strict=True)
-        ]
-        y = function(*leaves)
-        return [y, *torch.autograd.grad(y, [leaf for leaf in leaves if leaf.requires_grad], upstream.to(y.dtype))]
-
-    # Of a single element eager's error may be 0 by chance, and its slope a difference of larger numbers.
-    magnitude = 1.0
-    for each in (*inputs, upstream):
-        magnitude *= max(1.0, each.abs().max().item()) if gate.numel() == 1 else 0.0
-    for index, results in enumerate(zip(run(function, None), run(plain, None), run(plain, torch.float64), strict=True)):
-        assert results[0].dtype == results[1].dtype
-        assert results[0].is_contiguous()
-        assert_as_accurate(f"result {index}", *results, magnitude=magnitude)
 
 
 def test_float64_is_taken(triton_device: torch.device, unit: Unit) -> None:

@@ -22,7 +22,7 @@ from liger_ops.self_check import Case, Sizes, make_logits, unit_case
 from tests.liger_ops.accuracy import DTYPES, LAYOUTS, assert_as_accurate, few, lay_out
 from tests.liger_ops.loss.cases import EVERYTHING, plain_cross_entropy
 from tests.liger_ops.operators import OperatorLog
-from tests.liger_ops.test_sizes import plain_gated_rms_norm
+from tests.liger_ops.test_sizes import plain_gated_rms_norm, plain_rms_norm
 
 EPS = 1e-5
 VOCAB_SIZE = 11
@@ -52,16 +52,10 @@ class OpCase(NamedTuple):
         return Tensors(*self.case.make(Sizes(batch_size, seq_len, width, VOCAB_SIZE)))
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, casting: str) -> Tensor:
-    wide = x if casting == "none" else x.to(torch.promote_types(x.dtype, torch.float32))
-    normalized = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
-    return (normalized * weight.to(wide.dtype)).to(x.dtype) if casting == "gemma" else normalized.to(x.dtype) * weight
-
-
 def rms_norm_case(casting: str) -> Case:
     return CHECKS["rms_norm"]._replace(
         call=lambda op, x, weight: op(x, weight.shape, weight, EPS, casting=casting),
-        plain=lambda x, weight: plain_rms_norm(x, weight, casting),
+        plain=functools.partial(plain_rms_norm, casting=casting),
     )
 
 
@@ -154,7 +148,7 @@ VARIANTS = {
     # Not by F.rms_norm, which has NaN in other places on a GPU.
     ("rms_norm", ""): rms_norm_case("gemma"),
     ("add_rms_norm", ""): CHECKS["add_rms_norm"]._replace(
-        plain=lambda x, residual, weight: (plain_rms_norm(x + residual, weight, "gemma"), x + residual)
+        plain=lambda x, residual, weight: (plain_rms_norm(x + residual, weight, casting="gemma"), x + residual)
     ),
     ("rms_norm", "llama"): rms_norm_case("llama"),
     ("rms_norm", "none"): rms_norm_case("none"),

@@ -4,7 +4,7 @@ Chunks of tokens are projected and reduced to their scores; see :mod:`liger_ops.
 matrix products of the size ``num_tokens * hidden_size * vocab_size``, a call without gradients costs one, and with
 backward
 
-* two with a frozen head, for log-probabilities alone; see :mod:`liger_ops.log_probs.frozen_head`.
+* two with a frozen head, for log-probabilities alone; see :mod:`liger_ops.loss.head_functions`.
 * four with a trained head, three with a frozen one whose other scores are differentiated: backward computes the logits
   again, but for chunks that a budget lets forward save. Tokens whose upstream gradients are all zero are left out.
 
@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from liger_ops.arguments import check_floating_tensors, check_integer
-from liger_ops.log_probs.frozen_head import FrozenHeadFunction
 from liger_ops.log_probs.scores import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -28,7 +27,7 @@ from liger_ops.log_probs.scores import (
     with_temperature,
 )
 from liger_ops.loss.groups import Groups, is_grouped, join_groups, join_values
-from liger_ops.loss.head_functions import token_values
+from liger_ops.loss.head_functions import FrozenHeadFunction, token_values
 from liger_ops.loss.head_passes import ForwardArguments
 from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
 from liger_ops.loss.options import IGNORE_INDEX, TokenLossOptions, check_labels, check_tensors

@@ -5,7 +5,7 @@ With z the tempered logits of a token, L_k = z[ids_k] - lse and upstream gradien
     d / dz_j = sum_k(G_k * [j = ids_k]) + (g - sum_k G_k) * exp(z_j - lse).
 
 Every sparse divergence is a function of the L_k that autograd differentiates. A frozen head takes two products of
-[num_tokens, hidden_size, vocab_size] (see :mod:`liger_ops.log_probs.frozen_head`), a trained head four, or three where
+[num_tokens, hidden_size, vocab_size] (see :mod:`liger_ops.loss.head_functions`), a trained head four, or three where
 forward keeps the logits. Renormalized probabilities, which are those among the given classes, read K rows of the head a
 token.
 """
@@ -24,9 +24,8 @@ from liger_ops.arguments import (
     wrong_type,
     wrong_value,
 )
-from liger_ops.log_probs.frozen_head import FrozenHeadFunction
 from liger_ops.loss.given_classes import GivenIds, given_logits
-from liger_ops.loss.head_functions import token_values
+from liger_ops.loss.head_functions import FrozenHeadFunction, token_values
 from liger_ops.loss.head_passes import ForwardArguments
 from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
 from liger_ops.loss.options import TokenLossOptions

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_bool, check_choice, check_floating, check_shape
+from liger_ops.arguments import check_bool, check_choice, check_floating, check_shape, wrong_value
 from liger_ops.loss.launch import ROW_OUTPUTS, launch_gradient, launch_loss
 from liger_ops.loss.options import (
     IGNORE_INDEX,
@@ -238,14 +238,11 @@ def cross_entropy(
         return F.cross_entropy(
             input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
-    if input.dim() == 0 or target.shape != input.shape[:class_dim] + input.shape[class_dim + 1 :]:
-        raise ValueError(
-            f"target must have input's shape without its class dimension {class_dim}: input has shape"
-            f" {tuple(input.shape)}, target {tuple(target.shape)}"
-        )
-    vocab_size = input.shape[class_dim]
+    vocab_size = input.shape[class_dim] if input.dim() else 0
     if vocab_size == 0:
-        raise ValueError(f"input must have at least one class in dimension {class_dim}, got shape {tuple(input.shape)}")
+        raise wrong_value("input", f"of at least one class in dimension {class_dim}", input)
+    expected = f"input's without its class dimension {class_dim}"
+    check_shape("target", target, input.shape[:class_dim] + input.shape[class_dim + 1 :], expected)
     check_weights(weight, token_weight, target, vocab_size, options, reduction)
     check_labels("target", target, vocab_size, ignore_index)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from liger_ops.arguments import check_number, check_tensor, wrong_type, wrong_value
+from liger_ops.arguments import check_number, check_shape, check_tensor, wrong_type, wrong_value
 
 
 class Groups(NamedTuple):
@@ -58,10 +58,7 @@ def join_groups(input: Sequence[Tensor], target: Any, adapter: Any) -> tuple[Gro
         inputs, weight = adapter
         _check_sequence("adapter[0]", inputs, len(input))
         for number, (each, shape) in enumerate(zip(inputs, groups.shapes, strict=True)):
-            if each.shape[:-1] != shape or each.shape[-1:] != inputs[0].shape[-1:]:
-                raise ValueError(
-                    f"adapter[0][{number}] must be of shape {(*shape, *inputs[0].shape[-1:])}, got {tuple(each.shape)}"
-                )
+            check_shape(f"adapter[0][{number}]", each, (*shape, *inputs[0].shape[-1:]))
         adapter = torch.cat([each.reshape(-1, each.shape[-1]) for each in inputs]), weight
     states = torch.cat([each.reshape(-1, each.shape[-1]) for each in input])
     return groups, states, torch.cat([labels.reshape(-1) for labels in target]), adapter
@@ -83,8 +80,7 @@ def join_values(name: str, values: Any, groups: Groups, like: Tensor) -> Any:
         if not isinstance(value, Tensor):
             check_number(f"{name}[{number}]", value)
             value = torch.full((), value, dtype=torch.float32, device=like.device).expand(shape)
-        if value.shape != shape:
-            raise ValueError(f"{name}[{number}] must have its target's shape {tuple(shape)}, got {tuple(value.shape)}")
+        check_shape(f"{name}[{number}]", value, shape, "its target's")
         joined.append(value.reshape(-1))
     return torch.cat(joined)
 

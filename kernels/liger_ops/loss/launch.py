@@ -10,9 +10,8 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.backend import Hardware, RowLaunch
-from liger_ops.loss.gradient_kernels import gradient_kernel
 from liger_ops.loss.options import Targets, TokenLossOptions
-from liger_ops.loss.row_kernels import loss_kernel
+from liger_ops.loss.row_kernels import gradient_kernel, loss_kernel
 
 _GROUP = 8  # neighboring columns of one thread: 16 bytes in bfloat16
 _MIN_BLOCK_SIZE = 128

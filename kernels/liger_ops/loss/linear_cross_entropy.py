@@ -37,6 +37,7 @@ from liger_ops.loss.options import (
 from liger_ops.loss.vocab_parallel import VocabShard
 
 _ACCUMULATE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_WITH_LOGITS = "for class probabilities and heads of more than two dimensions"
 
 
 def linear_cross_entropy_reference(
@@ -151,16 +152,10 @@ def linear_cross_entropy(
         raise ValueError(f"linear_weight must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     if target.is_floating_point() or linear_weight.dim() > 2:
         if input.dim() > 2 or input.dim() < min(linear_weight.dim() - 1, 2):
-            raise ValueError(
-                "input must be [num_tokens, hidden_size] for class probabilities and heads of more than two dimensions,"
-                f" got shape {tuple(input.shape)}"
-            )
+            raise wrong_value("input", f"[num_tokens, hidden_size] {_WITH_LOGITS}", input)
         for name, value in (("adapter", adapter), ("vocab_shard", vocab_shard)):
             if value is not None:
-                raise ValueError(
-                    f"{name} must be None for class probabilities and heads of more than two dimensions, got"
-                    f" {type(value).__name__}; pass class indices and a head [vocab_size, hidden_size] to use it"
-                )
+                raise wrong_value(name, f"None {_WITH_LOGITS}", value)
         return linear_cross_entropy_reference(
             input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,

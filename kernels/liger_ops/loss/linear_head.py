@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_ops import backend
-from liger_ops.arguments import check_pair, wrong_type
+from liger_ops.arguments import check_pair, check_shape, wrong_type, wrong_value
 from liger_ops.loss.chunked_loss import choose_accumulate_dtype, choose_chunk_size, default_chunk_size
 from liger_ops.loss.vocab_parallel import VocabShard
 
@@ -83,18 +83,11 @@ def check_head(
         raise ValueError(f"{weight_name} must be [vocab_size, hidden_size], got shape {tuple(linear_weight.shape)}")
     own_size, hidden_size = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != hidden_size:
-        raise ValueError(
-            f"{input_name} must end in {weight_name}'s hidden_size = {hidden_size}, got shape {tuple(input.shape)}"
-        )
+        raise wrong_value(input_name, f"[..., {weight_name}'s hidden_size = {hidden_size}]", input)
     if hidden_size == 0:
         raise ValueError(f"{weight_name} must have a hidden_size of at least 1, got shape {tuple(linear_weight.shape)}")
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"target must hold one label for each token of input: input has {tuple(input.shape[:-1])} tokens, target"
-            f" has shape {tuple(target.shape)}"
-        )
-    if linear_bias is not None and linear_bias.shape != (own_size,):
-        raise ValueError(f"{bias_name} must have shape {(own_size,)}, got {tuple(linear_bias.shape)}")
+    check_shape("target", target, input.shape[:-1], "one label for each token of input")
+    check_shape(bias_name, linear_bias, (own_size,), "vocab_size")
     vocab_size = num_columns = own_size
     if vocab_shard is not None:
         if not isinstance(vocab_shard, VocabShard):

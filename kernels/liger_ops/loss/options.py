@@ -11,6 +11,7 @@ from liger_ops.arguments import (
     check_integer,
     check_number,
     check_same_device,
+    check_shape,
     check_tensor,
     shown,
     wrong_type,
@@ -121,12 +122,8 @@ def check_weights(
             f"z_loss_weight must be 0 with class weights in a mean, got {options.z_loss_weight}: the two terms have"
             " different divisors; take a mean of each term, or reduction='sum'"
         )
-    if weight is not None and weight.shape != (vocab_size,):
-        raise ValueError(f"weight must have shape {(vocab_size,)}, got {tuple(weight.shape)}")
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise ValueError(
-            f"token_weight must have target's shape {tuple(target.shape)}, got {tuple(token_weight.shape)}"
-        )
+    check_shape("weight", weight, (vocab_size,), "vocab_size")
+    check_shape("token_weight", token_weight, target.shape, "target's")
     for name, tensor in (("weight", weight), ("token_weight", token_weight)):
         if tensor is not None and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
             wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != options.ignore_index)

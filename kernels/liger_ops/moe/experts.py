@@ -59,20 +59,9 @@ class _Layout:
         return tiles.choose_rows(num_rows, self.num_experts, self.down.dtype)
 
 
-def experts_reference(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    scores: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate: Gate,
-    interleaved: bool,
-    transposed: bool,
-    *adapters: Tensor | None,
-) -> Tensor:
+def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *others: Any) -> Tensor:
     """The experts one after another, in plain PyTorch: products in the dtype of ``x``, sums in float32 or wider."""
+    gate_up_bias, down_bias, gate, interleaved, transposed, *adapters = others
     layout = _Layout(gate_up, down, interleaved, transposed)
     wide = torch.promote_types(x.dtype, torch.float32)
 
@@ -121,29 +110,19 @@ def _forward_fake(
     return [y, z, *(x.new_empty(size, dtype=torch.int32) for size in sizes)]
 
 
-@backend.register_op("moe_experts", fake=_forward_fake)
-def _forward(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    scores: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    adapters: list[Tensor | None],
-    activation: str,
-    limit: float | None,
-    alpha: float,
-    up_offset: float,
-    limit_output: bool,
-    interleaved: bool,
-    transposed: bool,
-    keep: bool,
-    num_rows: int,
-) -> list[Tensor]:
+_TENSORS = "Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor scores"
+_SETTINGS = f"{backend.schema_of(Gate)}, bool interleaved, bool transposed"
+
+
+@backend.register_op(
+    f"moe_experts({_TENSORS}, Tensor? gate_up_bias, Tensor? down_bias, Tensor?[] adapters, {_SETTINGS}, bool keep,"
+    " SymInt num_rows) -> Tensor[]",
+    fake=_forward_fake,
+)
+def _forward(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *others: Any) -> list[Tensor]:
     """The output, and with ``keep`` what backward needs: z and the index. At most ``num_rows`` pairs have an expert."""
-    layout = _Layout(gate_up, down, interleaved, transposed)
-    gate = Gate(activation, limit, alpha, up_offset, limit_output)
+    gate_up_bias, down_bias, adapters, *options, interleaved, transposed, keep, num_rows = others
+    layout, gate = _Layout(gate_up, down, interleaved, transposed), Gate(*options)
     top_k, block_rows = index.shape[1], layout.block_rows(num_rows)
     places = make_index(index.reshape(-1), layout.num_experts, block_rows, num_rows)
     z = x.new_empty((num_rows, layout.gate_up.shape[1])) if keep else None
@@ -169,30 +148,12 @@ def _backward_fake(
 
 
 def _gradients(
-    grad: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    scores: Tensor,
-    down_bias: Tensor | None,
-    adapters: list[Tensor | None],
-    z: Tensor,
-    places: list[Tensor],
-    activation: str,
-    limit: float | None,
-    alpha: float,
-    up_offset: float,
-    limit_output: bool,
-    interleaved: bool,
-    transposed: bool,
-    overwrite: bool,
-    needs: list[bool],
+    grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *others: Any
 ) -> list[Tensor]:
     """Those gradients of x, gate_up, down, scores, the biases and the adapters that are needed; z is lost if
     ``overwrite``, as the op that ends in an underscore has it."""
-    gate = Gate(activation, limit, alpha, up_offset, limit_output)
-    layout = _Layout(gate_up, down, interleaved, transposed)
+    down_bias, adapters, z, places, *options, interleaved, transposed, overwrite, needs = others
+    layout, gate = _Layout(gate_up, down, interleaved, transposed), Gate(*options)
     needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias, *needs_adapters = needs
     where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(len(z))
     narrow = partial(products.narrow, index=where, block_rows=block_rows)
@@ -252,8 +213,12 @@ def _gradients(
     return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
 
 
-_backward = backend.register_op("moe_experts_backward", _backward_fake)(_gradients)
-_backward_in_place = backend.register_op("moe_experts_backward_", _backward_fake, mutates=["z"])(_gradients)
+_BEFORE_Z = f"Tensor grad, {_TENSORS}, Tensor? down_bias, Tensor?[] adapters"
+_AFTER_Z = f"Tensor[] places, {_SETTINGS}, bool overwrite, bool[] needs"
+_backward, _backward_in_place = (
+    backend.register_op(f"{name}({_BEFORE_Z}, {z} z, {_AFTER_Z}) -> Tensor[]", _backward_fake)(_gradients)
+    for name, z in (("moe_experts_backward", "Tensor"), ("moe_experts_backward_", "Tensor(a8!)"))
+)
 
 
 def _bias_scores(grad: Tensor, down_bias: Tensor, index: Tensor) -> Tensor:
@@ -286,27 +251,11 @@ class _ExpertsFunction(torch.autograd.Function):
     """Ties the two ops together for autograd."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        index: Tensor,
-        scores: Tensor,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        gate: Gate,
-        interleaved: bool,
-        transposed: bool,
-        num_rows: int,
-        *adapters: Tensor | None,
-    ) -> Tensor:
-        settings = *gate, interleaved, transposed
-        y, z, *places = _forward(
-            x, gate_up, down, index, scores, gate_up_bias, down_bias, list(adapters), *settings, True, num_rows
-        )
-        ctx.save_for_backward(x, gate_up, down, index, scores, down_bias, *adapters, z, *places)
-        ctx.settings = settings
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        tensors, (gate, interleaved, transposed, num_rows), adapters = args[:7], args[7:11], args[11:]
+        ctx.settings = *gate, interleaved, transposed
+        y, z, *places = _forward(*tensors, list(adapters), *ctx.settings, True, num_rows)
+        ctx.save_for_backward(*tensors[:5], tensors[6], *adapters, z, *places)  # without the bias of gate and up
         return y
 
     @staticmethod

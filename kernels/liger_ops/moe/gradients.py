@@ -292,7 +292,6 @@ def gate_backward(
     _gate_backward_kernel.launch(
         index.max_tiles(block_rows) * num_blocks,
         grad_ptr=grad,
-        weight_ptr=weight,
         z_ptr=z,
         scores_ptr=scores,
         grad_z_ptr=grad_z,
@@ -302,8 +301,6 @@ def gate_backward(
         top_k=scores.shape[1],
         width=width,
         hidden_size=hidden_size,
-        column_stride=weight.stride(1),
-        term_stride=weight.stride(2),
         GATED=gated,
         NUM_PARTS=2 if arguments["BLOCK_COLUMNS"] >= 64 else 1,
         **gate.constants,

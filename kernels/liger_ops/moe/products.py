@@ -36,8 +36,8 @@ def _gate_up_kernel(
     hidden_size,
     row_stride,
     expert_stride,
-    output_stride,
-    input_stride,
+    column_stride,
+    term_stride,
     low_sizes,
     limit,
     alpha,
@@ -81,7 +81,7 @@ def _gate_up_kernel(
             low_up_ptr += width * low_sizes[2]
         up = multiply_low(low_ptr, low_up_ptr, expert, rows, end, columns, width, low_sizes, LOW_TERMS, PRECISION)
         gate, up = multiply_both(
-            gate, up, row_ptrs, weight, width * output_stride, columns, width, hidden_size, output_stride, input_stride,
+            gate, up, row_ptrs, weight, width * column_stride, columns, width, hidden_size, column_stride, term_stride,
             BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
         )  # fmt: skip
         if bias_ptr is not None:
@@ -99,7 +99,7 @@ def _gate_up_kernel(
             low_ptr, low_weight_ptr, expert, rows, end, all_columns, z_width, low_sizes, LOW_TERMS, PRECISION
         )
         z = multiply(
-            z, row_ptrs, weight, all_columns, z_width, hidden_size, output_stride, input_stride,
+            z, row_ptrs, weight, all_columns, z_width, hidden_size, column_stride, term_stride,
             BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
         )  # fmt: skip
         if bias_ptr is not None:
@@ -221,7 +221,6 @@ def gate_up(
     _gate_up_kernel.launch(
         index.max_tiles(block_rows) * arguments["num_blocks"],
         x_ptr=x,
-        weight_ptr=weight,
         bias_ptr=bias,
         z_ptr=z,
         a_ptr=a,
@@ -229,8 +228,6 @@ def gate_up(
         top_k=top_k,
         width=width,
         hidden_size=hidden_size,
-        output_stride=weight.stride(1),
-        input_stride=weight.stride(2),
         GATED=gated,
         **gate.constants,
         **arguments,
@@ -258,15 +255,12 @@ def product(
     _product_kernel.launch(
         index.max_tiles(block_rows) * arguments["num_blocks"],
         left_ptr=left,
-        weight_ptr=weight,
         bias_ptr=bias,
         y_ptr=y,
         pair_ptr=None if top_k is None else index.pair_of_row,
         top_k=top_k or 1,
         num_columns=num_columns,
         num_terms=num_terms,
-        column_stride=weight.stride(1),
-        term_stride=weight.stride(2),
         **arguments,
     )
 

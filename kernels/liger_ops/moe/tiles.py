@@ -109,6 +109,7 @@ def arguments_of(
     blocks = choose_blocks(num_columns, num_terms, left.dtype, block_rows, shared_bytes, max_columns, num_products)
     low_sizes = (1, 1, 1, 1) if low_weight is None else (low_weight.shape[2], *low_weight.stride())
     return {
+        "weight_ptr": weight,
         "low_ptr": low,
         "low_weight_ptr": low_weight,
         "offsets_ptr": index.offsets,
@@ -118,6 +119,8 @@ def arguments_of(
         "num_blocks": -(-num_columns // blocks.columns),
         "row_stride": left.stride(0),
         "expert_stride": weight.stride(0),
+        "column_stride": weight.stride(1),
+        "term_stride": weight.stride(2),
         "low_sizes": low_sizes,
         "BLOCK_ROWS": blocks.rows,
         "BLOCK_COLUMNS": blocks.columns,

@@ -1,9 +1,10 @@
-"""Checks of arguments that all norms share."""
+"""Checks of arguments, and the dtype of results, that all norms share."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from liger_ops.arguments import (
@@ -53,3 +54,8 @@ def check_row_norm(input: Tensor, normalized_shape: Sequence[int], **parameters:
         if parameter is not None and parameter.shape != sizes:
             check_shape(name, parameter, sizes, "normalized_shape")
     return sizes
+
+
+def output_dtype(x_dtype: torch.dtype, weight: Tensor | None, casting: str) -> torch.dtype:
+    """Of a norm of x by a casting of :func:`liger_ops.rms_norm`."""
+    return x_dtype if casting == "gemma" or weight is None else torch.promote_types(x_dtype, weight.dtype)

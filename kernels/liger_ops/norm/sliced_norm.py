@@ -1,19 +1,30 @@
-"""The op of RMSNorm with a gate, in groups of columns, or with a scale and a shift of each sample.
+"""RMSNorm with a gate, in groups of columns, or with a scale and a shift of each sample, as adaptive norms have them.
 
-:mod:`liger_ops.norm.sliced_kernels` has the maths and the kernels. Saved: inputs and rstd (4 bytes a group of a row).
+:mod:`liger_ops.norm.sliced_kernels` has the maths, the precision and the kernels. Saved: inputs and rstd (4 bytes a
+group of a row). Sources: arXiv:2405.21060 (Mamba 2), arXiv:2212.09748 (adaLN), arXiv:1910.07467.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import backend
+from liger_ops.arguments import (
+    check_bool,
+    check_choice,
+    check_floating_tensors,
+    check_integer,
+    check_shape,
+    wrong_value,
+)
 from liger_ops.autograd import differentiable
+from liger_ops.norm.checks import as_number, check_columns, output_dtype
 from liger_ops.norm.sliced_kernels import MAX_GROUP_SIZE, backward_kernel, choose_launch, forward_kernel
 
+GatedCasting = Literal["gemma", "llama"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
@@ -28,31 +39,23 @@ class SlicedNormOptions(NamedTuple):
     casting: str  # "gemma" or "llama", see gated_rms_norm
 
 
-def _output_dtype(x: Tensor, weight: Tensor | None, casting: str) -> torch.dtype:
-    return x.dtype if weight is None or casting == "gemma" else torch.promote_types(x.dtype, weight.dtype)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def sliced_norm_reference(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, shift: Tensor | None, *options: Any
 ) -> Tensor:
     """The norm in plain PyTorch, in float32 or wider; scale and shift have x's dimensions, or 1 in their place."""
     num_groups, eps, offset, gating, activation, casting = options
-    factor = 1.0 if gate is None else ACTIVATIONS[activation](_wide(gate))
-    z = (_wide(x) * (factor if gating == "first" else 1.0)).unflatten(-1, (num_groups, -1))
+    factor = 1.0 if gate is None else ACTIVATIONS[activation](backend.wide(gate))
+    z = (backend.wide(x) * (factor if gating == "first" else 1.0)).unflatten(-1, (num_groups, -1))
     y = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if casting == "llama":
-        y = _wide(y.to(x.dtype))
+        y = backend.wide(y.to(x.dtype))
     if weight is not None:
-        y = y * (offset + _wide(weight))
+        y = y * (offset + backend.wide(weight))
     if scale is not None:
-        y = y * (1.0 + _wide(scale))
+        y = y * (1.0 + backend.wide(scale))
     if shift is not None:
-        y = y + _wide(shift)
-    return (y * factor if gating == "last" else y).to(_output_dtype(x, weight, casting))
+        y = y + backend.wide(shift)
+    return (y * factor if gating == "last" else y).to(output_dtype(x.dtype, weight, casting))
 
 
 _TENSORS = "Tensor x, Tensor? gate, Tensor? weight, Tensor? scale, Tensor? shift"
@@ -61,7 +64,7 @@ _OPTIONS = backend.schema_of(SlicedNormOptions)
 
 def _allocate(x: Tensor, gate: Tensor | None, weight: Tensor | None, *others: Any) -> list[Tensor]:
     options = SlicedNormOptions(*others[2:])
-    y = x.new_empty(x.shape, dtype=_output_dtype(x, weight, options.casting))
+    y = x.new_empty(x.shape, dtype=output_dtype(x.dtype, weight, options.casting))
     return [y, x.new_empty((x.numel() // x.shape[-1], options.num_groups), dtype=torch.float32)]
 
 
@@ -165,8 +168,105 @@ def _sliced_norm_backward(grad_y: Tensor, x: Tensor, *others: Any) -> list[Tenso
 _compute = differentiable("SlicedNormFunction", sliced_norm_reference, _sliced_norm_forward, _sliced_norm_backward)
 
 
-def run(x: Tensor, *others: Tensor | None, options: SlicedNormOptions) -> Tensor:
+def _run(x: Tensor, *others: Tensor | None, options: SlicedNormOptions) -> Tensor:
     """The norm of x, gate, weight, scale and shift: by kernels where there are some."""
     if x.shape[-1] // options.num_groups > MAX_GROUP_SIZE:
         return sliced_norm_reference(x, *others, *options)
     return _compute(x, *others, options)
+
+
+def gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    casting: GatedCasting = "gemma",
+) -> Tensor:
+    """Returns ``rms_norm(input) * weight * silu(gate)``, or ``rms_norm(input * silu(gate)) * weight``.
+
+    Args:
+        input: ``[*, hidden_size]``. Rows may lie apart in memory; they are read in place.
+        gate: Of input's shape.
+        weight: ``[hidden_size]``, in any floating dtype; None for 1.
+        eps: Added to the mean square, at least 0.
+        group_size: A divisor of hidden_size, the columns that a mean goes over, as in Mamba 2; None for all.
+        norm_before_gate: Whether the gate multiplies the normalized input (Qwen3-Next) or the input (Mamba 2).
+        activation: Of the gate, "silu" or "sigmoid".
+        casting: "gemma" computes in float32, rounds once and returns input's dtype. "llama" rounds the normalized value
+            to input's dtype before the weight is applied, and returns the promoted dtype of input and weight.
+
+    Returns:
+        A contiguous tensor of input's shape.
+
+    Raises:
+        TypeError: If a tensor is none, or not real and floating-point, or another argument is of a wrong type.
+        ValueError: If shapes or devices do not fit together, group_size does not divide hidden_size, eps is negative or
+            not finite, or activation or casting is unknown.
+    """
+    check_floating_tensors("input", input, optional=False, gate=gate)
+    check_floating_tensors("input", input, weight=weight)
+    hidden_size = check_columns(input)
+    check_shape("gate", gate, input.shape, "input's")
+    check_shape("weight", weight, (hidden_size,), "hidden_size")
+    eps = as_number("eps", eps, at_least=0)
+    check_integer("group_size", group_size, at_least=1, optional=True)
+    if group_size is not None and hidden_size % group_size:
+        raise wrong_value("group_size", f"a divisor of hidden_size = {hidden_size}", group_size)
+    check_bool("norm_before_gate", norm_before_gate)
+    check_choice("activation", activation, tuple(ACTIVATIONS))
+    check_choice("casting", casting, get_args(GatedCasting))
+    num_groups, gating = hidden_size // (group_size or hidden_size), "last" if norm_before_gate else "first"
+    options = SlicedNormOptions(num_groups, eps, 0.0, gating, activation, casting)
+    return _run(input, gate, weight, None, None, options=options)
+
+
+def modulated_rms_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+) -> Tensor:
+    """Returns ``rms_norm(input) * (offset + weight) * (1 + scale) + shift`` with one scale and shift for each sample.
+
+    Args:
+        input: ``[batch_size, *, hidden_size]``.
+        weight: ``[hidden_size]``; None for 1.
+        scale: ``[batch_size, hidden_size]``, or with more of input's leading dimensions, those that follow being 1 or
+            left out.
+        shift: Of scale's shape; None for 0.
+        eps: Added to the mean square, at least 0.
+        offset: Added to the weight; 1 for weights that are stored as deviations from one.
+
+    Returns:
+        A contiguous tensor of input's shape and dtype.
+
+    Raises:
+        TypeError: If a tensor is none, or not real and floating-point, or another argument is of a wrong type.
+        ValueError: If shapes or devices do not fit together, eps is negative, a number is not finite, or offset is
+            given without a weight.
+    """
+    check_floating_tensors("input", input, optional=False, scale=scale)
+    check_floating_tensors("input", input, weight=weight, shift=shift)
+    hidden_size = check_columns(input, "[batch_size, *, hidden_size]")
+    missing = input.dim() - scale.dim()
+    shape = (*scale.shape[:-1], *[1] * missing, *scale.shape[-1:])
+    num_leading = max([0, *[index + 1 for index, size in enumerate(shape[:-1]) if size != 1]])
+    sizes = (*input.shape[:num_leading], hidden_size)
+    if scale.dim() == 0 or missing < 0 or (*shape[:num_leading], shape[-1]) != sizes:
+        expected = f"[batch_size, hidden_size] or with more leading dimensions of input's shape {tuple(input.shape)}"
+        raise wrong_value("scale", expected, scale)
+    check_shape("weight", weight, (hidden_size,), "hidden_size")
+    check_shape("shift", shift, scale.shape, "scale's")
+    eps, offset = as_number("eps", eps, at_least=0), as_number("offset", offset)
+    if offset and weight is None:
+        raise wrong_value("offset", "0 without a weight, which it is added to", offset)
+    options = SlicedNormOptions(1, eps, offset, "none", "silu", "gemma")
+    scale, shift = scale.reshape(shape), None if shift is None else shift.reshape(shape)
+    return _run(input, None, weight, scale, shift, options=options)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_ops import gated_rms_norm, layer_norm, rms_norm
-from liger_ops.norm.gated_rms_norm import GatedCasting
-from liger_ops.norm.rms_norm import Casting
+from liger_ops.norm.row_norm import Casting
+from liger_ops.norm.sliced_norm import GatedCasting
 from lightning_liger.patching.rules.base import Randoms, Replacement, Rule, forward_of_tensors, own_dtype, probe_of
 from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 

@@ -122,32 +122,6 @@ def sum_of_rows(x: Tensor, g: Tensor, device: torch.device, *, is_payload: bool)
 
 
 @pytest.mark.parametrize("is_payload", [False, True])
-def test_sums_over_rows_of_powers_of_two_are_exact(device: torch.device, is_payload: bool) -> None:
-    """Rows a factor of 2**24 apart in products, all of whose values stay normal numbers."""
-    for num_rows in (1, 3, 16, 33):
-        x = powers_of_two(-3, 3, num_rows * 7).view(num_rows, 7) * powers_of_two(-6, 0, num_rows)[:, None]
-        g = -powers_of_two(-3, 3, num_rows * 5).view(num_rows, 5) * powers_of_two(-6, 0, num_rows)[:, None]
-        found = sum_of_rows(x, g, device, is_payload=is_payload)
-        np.testing.assert_array_equal(found, as_numpy(g).T @ as_numpy(x))
-
-
-@pytest.mark.parametrize("is_payload", [False, True])
-@pytest.mark.parametrize("apart", [8, 18, 40])
-def test_small_rows_lose_no_more_than_they_count(device: torch.device, apart: int, is_payload: bool) -> None:
-    """Rows that are apart: each operand takes half of it, so that up to 2**18 most values keep their bits."""
-    x, g = torch.randn(32, 48), torch.randn(32, 40)
-    x[1:] *= 2.0 ** -(apart // 2)
-    g[1:] *= 2.0 ** -(apart - apart // 2)
-    x[0, 24:] = g[0, 20:] = 0.0  # so that half of the rows and columns of the sum are those of small rows alone
-    found = sum_of_rows(x, g, device, is_payload=is_payload)
-    truth = as_numpy(g).T @ as_numpy(x)
-    assert np.linalg.norm(found - truth) <= 0.045 * np.linalg.norm(truth)
-    if apart <= 18:
-        small, error = truth[20:, 24:], (found - truth)[20:, 24:]
-        assert np.linalg.norm(error) <= 0.06 * np.linalg.norm(small)
-
-
-@pytest.mark.parametrize("is_payload", [False, True])
 def test_rows_of_zeros_count_for_nothing(device: torch.device, is_payload: bool) -> None:
     """Neither those of x nor those of g, nor do they shift others, even of sizes 2**20 apart."""
     x, g = torch.randn(9, 24) * 2.0**-10, torch.randn(9, 32) * 2.0**-20

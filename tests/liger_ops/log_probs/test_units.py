@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_ops import TokenScores, linear_token_loss
-from liger_ops.log_probs.units import plan_units
+from liger_ops.log_probs.linear_token_loss import plan_units
 from tests.liger_ops.log_probs.cases import (
     CASES,
     Case,

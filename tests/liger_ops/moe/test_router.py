@@ -99,10 +99,3 @@ def test_of_equal_values_the_lowest_expert_is_chosen(
     reference = router_reference(on_device.cpu(), None, 4, "softmax", num_groups, top_groups, group_score, True, 1.0)[0]
     assert index.tolist() == reference.tolist()
     assert all(len({*row}) == 4 for row in index.tolist())
-
-
-def test_the_reference_has_the_right_gradients() -> None:
-    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(6, dtype=torch.float64)
-    for options in ((3, "softmax", 1, 1, "max", True, 2.0), (2, "sigmoid", 3, 2, "best_two", False, 1.0)):
-        assert torch.autograd.gradcheck(lambda x, o=options: router_reference(x, bias, *o)[1], logits)

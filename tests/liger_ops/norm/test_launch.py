@@ -2,7 +2,7 @@
 
 import itertools
 
-from liger_ops.norm.launch import choose_backward_launch, choose_forward_launch
+from liger_ops.norm.row_norm import choose_backward_launch, choose_forward_launch
 
 SIZES = [1, 64, 1000, 2048, 4096, 5120, 12288, 16384]
 SHARED_BYTES = [32 * 1024, 83 * 1024, 211 * 1024]
