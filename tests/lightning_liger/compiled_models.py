@@ -79,7 +79,7 @@ def run(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> tuple[
 def compare(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[int, int, float]:
     """The graphs and the logits in them of a compiled model, and the largest distance from the eager one.
 
-    It is that of the loss and of gradients. Distances are relative to a tensor's norm, or to a thousandth of the largest gradient's.
+    It is that of the loss and of gradients, relative to a tensor's norm, or to a thousandth of the largest gradient's.
     """
     torch.compiler.reset()
     batch_size, num_tokens = len(batch["labels"]), batch["labels"].numel()
