@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from liger_ops import backend
 from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES, MIN_CHUNK_BYTES
+from lightning_liger.activations.cheap import count_writes
 from lightning_liger.lazy.chunks import Rows, choose_tokens
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 
@@ -147,7 +148,7 @@ class Expression:
     def _loss_of_a_tensor(self) -> str | None:
         *versions, address = self._state
         for (name, tensor), then in zip(self.tensors().items(), versions, strict=True):
-            if (now := version(tensor)) != then:
+            if (now := count_writes(tensor)) != then:
                 return f"the head's {name} was modified in place (version {now}, expected {then})"
             if tensor.untyped_storage().size() == 0 and tensor.numel() and not tensor.is_meta:
                 return f"the engine has freed the memory of the head's {name}"
@@ -160,7 +161,7 @@ class Expression:
         weight = self.head.weight
         # Only that of a parameter is replaced by setting .data.
         address = weight.data_ptr() if type(weight) is Parameter else 0
-        return (*map(version, self.tensors().values()), address)
+        return (*map(count_writes, self.tensors().values()), address)
 
     @property
     def root(self) -> Expression:
@@ -200,12 +201,6 @@ class Expression:
                     modes.enter_context(torch.autocast(parent.device.type, autocast_dtype))
                 real[self] = self.replay(parent)
         return real[self]
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor was written to."""
-    # Private to torch: nothing public says it. Inference tensors do not know.
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def laid_out(values: Tensor, twin: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from lightning_liger.lazy.logits import LazyLogits, as_lazy
 
 TokenLoss = Callable[[TokenScores, Tensor], Tensor]
 """From the scores of some tokens and their indices in the flattened labels, ``[n]`` each, to their losses, ``[n]``."""
+_OPTIONS = ("temperature", "outputs", "detach", "ignore_index", "saved_logits_bytes", "chunk_bytes")
 
 
 def token_scores(
@@ -77,15 +78,8 @@ def token_scores(
         RuntimeError: If the tensors that lazy logits are computed from were modified.
     """
     logits = as_lazy(logits)
-    budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
-    options = {
-        "temperature": temperature,
-        "outputs": outputs,
-        "detach": detach,
-        "ignore_index": ignore_index,
-        **budgets,
-    }
-    labels, options = _checked(logits, labels, **options)
+    given = temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
+    labels, options = _checked(logits, labels, *given)
     lazy = _fused(logits, outputs)
     if lazy is None:
         return _scores_of_rows(logits, labels, options)
@@ -128,15 +122,8 @@ def token_loss(
         TypeError, ValueError, RuntimeError: As :func:`token_scores`.
     """
     logits = as_lazy(logits)
-    budgets = {"saved_logits_bytes": saved_logits_bytes, "chunk_bytes": chunk_bytes}
-    options = {
-        "temperature": temperature,
-        "outputs": outputs,
-        "detach": detach,
-        "ignore_index": ignore_index,
-        **budgets,
-    }
-    labels, options = _checked(logits, labels, **options)
+    given = temperature, outputs, detach, ignore_index, saved_logits_bytes, chunk_bytes
+    labels, options = _checked(logits, labels, *given)
     units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
     if (lazy := _fused(logits, outputs)) is not None:
         found: tuple[Tensor, TokenScores] = lazy.fused_loss(linear_token_loss, labels, loss, units=units, **options)
@@ -291,8 +278,9 @@ def logit_rows(logits: Tensor) -> Rows:
     return lazy.expression.rows()
 
 
-def _checked(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+def _checked(logits: Tensor, labels: Tensor, *given: Any) -> tuple[Tensor, dict[str, Any]]:
     """The labels and the options of :func:`token_scores`, names in the order of the scores; raises as that."""
+    options: dict[str, Any] = dict(zip(_OPTIONS, given, strict=True))
     labels, temperature, ignore_index = _whole(labels), options["temperature"], options["ignore_index"]
     check_logits("logits", logits)
     check_same_device("logits", logits, labels=labels)

@@ -20,9 +20,10 @@ from torch.utils import swap_tensors
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
+from lightning_liger.activations.cheap import count_writes
 from lightning_liger.lazy import table
 from lightning_liger.lazy.bypassed import GATHERING_ENGINES, WATCHES, Bypassed, found, is_engines, refuse_bypassed
-from lightning_liger.lazy.expression import Expression, laid_out, version
+from lightning_liger.lazy.expression import Expression, laid_out
 from lightning_liger.lazy.steps import living
 from lightning_liger.lazy.warning import warn_materialized
 
@@ -314,7 +315,7 @@ def _noted(result: Any, first: Any, name: str, replay: Callable[[Tensor], Any]) 
             if part.requires_grad:
                 first.expression.root.rounded_by = name
             else:
-                vars(part)["liger_exact"] = version(part)
+                vars(part)["liger_exact"] = count_writes(part)
     return result
 
 
@@ -341,7 +342,7 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     """``func`` of separate real tensors, unless it turns out to write to one or to return a view."""
     lazy_arguments = _lazy_in((args, kwargs))
     values = {id(lazy): lazy.real_values(name) for lazy in lazy_arguments}
-    versions = {key: version(value) for key, value in values.items()}
+    versions = {key: count_writes(value) for key, value in values.items()}
 
     def value(lazy: LazyTensor) -> Tensor:
         return values[id(lazy)]
@@ -351,7 +352,7 @@ def _read(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     touched = [
         lazy
         for lazy in lazy_arguments
-        if version(value(lazy)) != versions[id(lazy)] or not shown.isdisjoint(_storages(value(lazy)))
+        if count_writes(value(lazy)) != versions[id(lazy)] or not shown.isdisjoint(_storages(value(lazy)))
     ]
     if not touched:
         return result
@@ -373,7 +374,7 @@ def _compared(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     others = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
     others = (each for each in others if not isinstance(each, LazyTensor) and each.ndim > 0)
     # Values that were read without gradients, and not changed since, are exact.
-    if any(getattr(other, "liger_exact", None) != version(other) for other in others):
+    if any(getattr(other, "liger_exact", None) != count_writes(other) for other in others):
         for read in filter(None, (lazy.expression.root.rounded_by for lazy in lazy_arguments)):
             raise RuntimeError(
                 f"{name} compares an LM head's lazy output with a tensor, after {read} read values of it with"

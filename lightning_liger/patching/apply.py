@@ -15,18 +15,12 @@ from liger_ops.fp8.products import unsupported
 from lightning_liger.lazy.logits import loss_wanted
 from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
-from lightning_liger.patching.rules import (
-    RULES,
-    AdapterRule,
-    HeadRule,
-    MLPReplacement,
-    Patched,
-    Replacement,
-    Rule,
-    convert,
-    find_layers_of,
-)
-from lightning_liger.patching.rules.head import LOSS_WANTED
+from lightning_liger.patching.rules import RULES
+from lightning_liger.patching.rules.adapters import AdapterRule
+from lightning_liger.patching.rules.base import Patched, Replacement, Rule
+from lightning_liger.patching.rules.gated_mlp import MLPReplacement
+from lightning_liger.patching.rules.head import LOSS_WANTED, HeadRule
+from lightning_liger.patching.rules.linear import convert, find_layers_of
 from lightning_liger.patching.verify import Mismatch, trial
 
 KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels))

@@ -21,7 +21,7 @@ from lightning_liger.losses.completions import Completions, sequence_sums
 from lightning_liger.losses.policy_batch import PolicyBatch
 from lightning_liger.sequences.context_parallel import ContextParallel
 from lightning_liger.sequences.labels import shift_labels
-from lightning_liger.training.batches import LABELS, check_batch
+from lightning_liger.training.batches import LABELS, check_batch, check_integers
 from lightning_liger.training.language_model import LanguageModel
 
 _COLUMNS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
@@ -101,8 +101,7 @@ def read_rows(batch: Mapping[str, Any], prefix: str = "") -> Rows:
         if batch.get(prefix + key) is None:
             raise ValueError(f"batch must have the key {prefix + key!r}, got {sorted(map(str, batch))}")
     input_ids = batch[prefix + "input_ids"]
-    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
-        raise wrong_type(f"batch[{prefix + 'input_ids'!r}]", "a tensor of dtype torch.int64", input_ids)
+    check_integers(batch, prefix + "input_ids")
     if input_ids.ndim != 2:
         raise wrong_value(f"batch[{prefix + 'input_ids'!r}]", "a tensor of shape [rows, seq_len]", input_ids)
     inputs: dict[str, Any] = {"input_ids": input_ids}

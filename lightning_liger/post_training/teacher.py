@@ -24,7 +24,7 @@ from lightning_liger.lazy.logits import lazy_logits
 from lightning_liger.lazy.scores import logit_rows
 from lightning_liger.losses.distillation import sample_support
 from lightning_liger.patching import apply_liger_kernels
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules.base import Patched
 from lightning_liger.post_training.base import LigerPostTrainingMixin
 from lightning_liger.post_training.reference import evaluating
 from lightning_liger.post_training.rows import read_tokens

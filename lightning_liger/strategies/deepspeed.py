@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import (
 from typing_extensions import override
 
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.strategies.common import CommonStrategy
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.head_units import gather_heads
 from lightning_liger.strategies.parts.visible_logits import ALL_TENSORS
@@ -31,7 +32,40 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrategy):
+class _AnyDevice(CommonStrategy):
+    """Lets DeepSpeed train on CPUs, and rules see parameters that it partitions. A mixin for both strategies."""
+
+    config: Any
+    parallel_devices: Any
+    _lightnings: Any
+    """Lightning's strategy, whose set-up insists on CUDA."""
+
+    @property
+    def root_device(self) -> torch.device:
+        device: torch.device = super().root_device  # type: ignore[misc]  # of the next class
+        return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed asks for an index
+
+    def setup_environment(self) -> None:
+        """Raises RuntimeError if DeepSpeed found another kind of device than Lightning."""
+        from deepspeed.accelerator import get_accelerator
+
+        devices, found = self.parallel_devices or [], get_accelerator().device_name()
+        wanted = {device.type for device in devices}
+        if wanted - {found}:
+            raise RuntimeError(
+                f"accelerator and devices choose {sorted(wanted)}, but DeepSpeed has chosen {found!r}: set the"
+                f" environment variable DS_ACCELERATOR to one of {sorted(wanted)} before the program starts"
+            )
+        if found == "cpu":
+            self.parallel_devices = [torch.device("cpu", index) for index in range(len(devices))]
+        super(self._lightnings, self).setup_environment()  # type: ignore[misc]
+
+    @override
+    def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
+        return _whole_parameters(model, self.config, self.root_device)
+
+
+class LigerDeepSpeedStrategy(_AnyDevice, TrainerStrategy, pytorch_deepspeed.DeepSpeedStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.DeepSpeedStrategy` with fused kernels and a fused loss.
 
     Also runs on CPUs (over gloo). With ``gradient_clip_val`` the norm over all ranks before clipping is logged as
@@ -54,7 +88,7 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
 
     strategy_name = "liger_deepspeed"
     engine: "_DeepSpeedGradients"
-    config: Any
+    _lightnings = pytorch_deepspeed.DeepSpeedStrategy
 
     def __init__(
         self,
@@ -76,20 +110,6 @@ class LigerDeepSpeedStrategy(TrainerStrategy, pytorch_deepspeed.DeepSpeedStrateg
         _adapt(self)
         # DeepSpeed's throughput logs alone use it; Lightning's own guess fails with loaders without a batch sampler.
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return _indexed(super().root_device)
-
-    @override
-    def setup_environment(self) -> None:
-        _choose_devices(self)
-        super(pytorch_deepspeed.DeepSpeedStrategy, self).setup_environment()  # Lightning's own insists on CUDA
-
-    @override
-    def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
-        return _whole_parameters(model, self.config, self.root_device)
 
     @override
     def _control_plugin(self, plugin: Any) -> None:
@@ -170,33 +190,19 @@ class _DeepSpeedGradients(Engine):
                 optimizer.loss_scale = before * (optimizer.loss_scale / during)
 
 
-class FabricLigerDeepSpeedStrategy(FabricStrategy, fabric_deepspeed.DeepSpeedStrategy):
+class FabricLigerDeepSpeedStrategy(_AnyDevice, FabricStrategy, fabric_deepspeed.DeepSpeedStrategy):
     """:class:`LigerDeepSpeedStrategy` for Fabric; takes the same arguments.
 
     DeepSpeed clips gradients by norm if ``config`` has ``gradient_clipping``.
     """
 
-    config: Any
+    _lightnings = fabric_deepspeed.DeepSpeedStrategy
 
     def __init__(self, kernels: KernelChoice = "auto", **kwargs: Any) -> None:
         _check_installed(self)
         super().__init__(kernels, **kwargs)
         _adapt(self)
         self.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return _indexed(super().root_device)
-
-    @override
-    def setup_environment(self) -> None:
-        _choose_devices(self)
-        super(fabric_deepspeed.DeepSpeedStrategy, self).setup_environment()  # Lightning's own insists on CUDA
-
-    @override
-    def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
-        return _whole_parameters(model, self.config, self.root_device)
 
     @contextmanager
     @override
@@ -249,26 +255,6 @@ def _classes_in_checkpoints() -> tuple[type, ...]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """``device`` with an index, which DeepSpeed asks for and a CPU does not have."""
-    return torch.device("cpu", 0) if device.type == "cpu" else device
-
-
-def _choose_devices(strategy: Any) -> None:
-    """Lets DeepSpeed train on CPUs; raises RuntimeError if it found another kind of device than Lightning."""
-    from deepspeed.accelerator import get_accelerator
-
-    devices, found = strategy.parallel_devices or [], get_accelerator().device_name()
-    wanted = {device.type for device in devices}
-    if wanted - {found}:
-        raise RuntimeError(
-            f"accelerator and devices choose {sorted(wanted)}, but DeepSpeed has chosen {found!r}: set the"
-            f" environment variable DS_ACCELERATOR to one of {sorted(wanted)} before the program starts"
-        )
-    if found == "cpu":
-        strategy.parallel_devices = [torch.device("cpu", index) for index in range(len(devices))]
 
 
 @contextmanager

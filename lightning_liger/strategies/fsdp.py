@@ -30,6 +30,7 @@ from typing_extensions import override
 from liger_ops.arguments import wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.strategies.common import CommonStrategy
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
@@ -171,7 +172,28 @@ class _Sharding:
         return self.backward_repair.watch(root)
 
 
-class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
+class _Shards(CommonStrategy):
+    """Has models wrapped in FSDP when they are set up. A mixin for both strategies."""
+
+    _wrapper = FullyShardedDataParallel
+    _sharding: _Sharding
+    mixed_precision: MixedPrecision | None
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        plugin = self._plugin
+        return self.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]  # of the next class
+        self._sharding.make_mesh()
+
+    @override
+    def _prepare(self, model: Module) -> Module:
+        return self._sharding.wrap(super()._prepare(model), self._plugin)
+
+
+class LigerFSDPStrategy(_Shards, TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.FSDPStrategy` with fused kernels and a fused loss.
 
     Also runs on CPUs (over gloo), finds the layers to wrap by itself, and clips gradients by norm: the norm over all
@@ -211,8 +233,6 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """
 
     strategy_name = "liger_fsdp"
-    _wrapper = FullyShardedDataParallel
-    mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision_plugin))
 
     def __init__(
         self,
@@ -231,11 +251,6 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     @override
     def _control_plugin(self, plugin: Any) -> None:
         control_gradients(plugin, self.on_nonfinite_grad, self._sharding.backward_repair.context)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._sharding.make_mesh()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -268,21 +283,18 @@ class LigerFSDPStrategy(TrainerStrategy, pytorch_fsdp.FSDPStrategy):
                 " 'liger_ddp', or wrap the model inside the LightningModule in FullyShardedDataParallel in"
                 " configure_model"
             )
-        return self._sharding.wrap(super()._prepare(model), self.precision_plugin)
+        return super()._prepare(model)
 
 
 LigerStrategy = LigerFSDPStrategy
 
 
-class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
+class FabricLigerFSDPStrategy(_Shards, FabricStrategy, fabric_fsdp.FSDPStrategy):
     """:class:`LigerFSDPStrategy` for Fabric.
 
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``: ``fabric.clip_gradients``
     returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.
     """
-
-    _wrapper = FullyShardedDataParallel
-    mixed_precision_config = property(lambda strategy: _mixed_precision_config(strategy, strategy.precision))
 
     def __init__(
         self,
@@ -297,15 +309,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
         self._checkpoints.writes_itself = True
         self._saves_shards = kwargs.get("state_dict_type", "sharded") == "sharded"
         self._sharding = _Sharding(self, auto_wrap_policy, sharding_strategy, self._fsdp_kwargs)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._sharding.make_mesh()
-
-    @override
-    def _prepare(self, model: Module) -> Module:
-        return self._sharding.wrap(super()._prepare(model), self.precision)
 
     @override
     def module_to_device(self, module: Module) -> None:
@@ -343,10 +346,6 @@ class FabricLigerFSDPStrategy(FabricStrategy, fabric_fsdp.FSDPStrategy):
 
 
 FabricLigerStrategy = FabricLigerFSDPStrategy
-
-
-def _mixed_precision_config(strategy: Any, plugin: Any) -> MixedPrecision | None:
-    return strategy.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
 
 
 def _is_wrapped(model: Module) -> bool:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from liger_ops.arguments import check_integer, wrong_type, wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.patching.rules import gather_in_float8
+from lightning_liger.patching.rules.linear import gather_in_float8
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.expert_parallel import ExpertParallel, is_split
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads, tied_pairs

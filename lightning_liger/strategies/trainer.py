@@ -1,42 +1,29 @@
 """What the Trainer's strategies have in common."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import lightning as L
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from liger_ops.arguments import check_choice
 from lightning_liger.activations.plan import Plan
-from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.patching.float8 import Float8Choice
-from lightning_liger.resuming.atomic_io import atomic_by_default
 from lightning_liger.resuming.rank_state import RankStates
 from lightning_liger.resuming.safe_loading import check_is_of_trainer
 from lightning_liger.resuming.sigterm import GracefulShutdown
 from lightning_liger.sequences.context_parallel import ContextParallel, check_size
-from lightning_liger.strategies.parts.activations import (
-    ActivationCheckpointing,
-    ActivationControl,
-    MemoryBudget,
-    announce_plan,
-    check_engine,
-    prepare,
-)
-from lightning_liger.strategies.parts.arguments import refuse_unknown
+from lightning_liger.strategies.common import CommonStrategy
+from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
-from lightning_liger.strategies.parts.checkpoints import Checkpoints
 from lightning_liger.strategies.parts.compilation import Compile
-from lightning_liger.strategies.parts.early_release import release_gradients
-from lightning_liger.strategies.parts.kernels import Kernels
 from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
 from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.strategies.precision import OnNonfiniteGrad, control_gradients, lazy_until_the_end_of, settled
@@ -44,8 +31,8 @@ from lightning_liger.training.protocol import Engine
 from lightning_liger.weights.meta_device import initialize
 
 
-class TrainerStrategy(Strategy):
-    """Kernels, activations, checkpoints, context parallelism and gradients. A mixin for strategies of the Trainer.
+class TrainerStrategy(CommonStrategy, Strategy):
+    """Context parallelism, gradients and states of ranks. A mixin for strategies of the Trainer.
 
     Checkpoints hold the state of each rank (see :class:`~lightning_liger.resuming.rank_state.RankStates`), so that a
     resumed run reproduces the uninterrupted run, on CPUs bit for bit; data loaders resume in the middle of an epoch,
@@ -56,15 +43,6 @@ class TrainerStrategy(Strategy):
     :class:`~lightning_liger.LigerLMMixin` take each rank's shard of the rows. Parameters are still replicated or
     sharded over all ranks. In ``predict`` rows stay whole.
     """
-
-    _wrapper: Callable[..., Any] | None = None
-    """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
-    _holds_frozen = False
-    """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
-    _gathers_float8 = False
-    """Whether the engine can gather weights in float8."""
-    _keeps_parameters = False
-    """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
 
     def __init__(
         self,
@@ -83,27 +61,21 @@ class TrainerStrategy(Strategy):
     ) -> None:
         check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
         check_size(context_parallel_size, context_parallel_size)
-        self.kernels = kernels
-        self.fp8 = fp8
         self.on_nonfinite_grad = on_nonfinite_grad
-        self.fault_tolerance = fault_tolerance
         self.context_parallel_size = context_parallel_size
         self.context_parallel: ContextParallel | None = None
         self.engine = Engine(self)
         """The strategy as the module sees it."""
-        self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
-        self._activations = ActivationControl(
+        activations = ActivationControl(
             activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs, compile
         )
         shared = context_parallel_size if context_parallel_size > 1 else None
-        check_engine(self, self._activations, fp8=fp8, context_parallel_size=shared)
+        self._take(kernels, fp8, fault_tolerance, activations, kwargs, context_parallel_size=shared)
         self._activations.layers_communicate = context_parallel_size > 1
-        self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         self._stepped: Optimizer | None = None
         """The optimizer whose step used the gradients that are still there."""
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
-        refuse_unknown(self, kwargs, self._wrapper)
         super().__init__(**kwargs)
 
     # Set-up
@@ -165,20 +137,8 @@ class TrainerStrategy(Strategy):
             model = convert(model)
         return self._prepare(model)
 
-    def _prepare(self, model: Module) -> Module:
-        return prepare(self, model, self._announce_plan)
-
-    @property
-    def _patching(self) -> Kernels:
-        """A ``LigerPrecisionPlugin`` has kernels of its own, which its user chose."""
-        return getattr(self.precision_plugin, "patching", self._kernels)
-
-    def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
-        """A context in which the model's parameters look as the engine will have them."""
-        return nullcontext()
-
     def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
-        announce_plan(line, plan, fits)
+        super()._announce_plan(line, plan, fits)
         for logger in self._trainer.loggers:
             logger.log_metrics(plan.metrics(), step=self._trainer.global_step)
 
@@ -202,10 +162,18 @@ class TrainerStrategy(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         stepped, self._stepped = self._stepped, None
-        if stepped is not None:
-            release_gradients(stepped, self.lightning_module)
+        if stepped is not None and not self._watches_gradients():
+            stepped.zero_grad()  # Lightning does so after forward, with activations and old gradients in memory
         with self._activations.advice_on_memory():
             return super().training_step(*args, **kwargs)
+
+    def _watches_gradients(self) -> bool:
+        """Whether a module or callback has something to do when gradients are zeroed, or zeroes them."""
+        module: Any = self.lightning_module
+        hooks = ("optimizer_zero_grad", "on_before_zero_grad")
+        is_own = not module.automatic_optimization or any(is_overridden(hook, module) for hook in hooks)
+        callbacks = module.trainer.callbacks
+        return is_own or any(is_overridden("on_before_zero_grad", each, parent=Callback) for each in callbacks)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         module: Any = model or self.lightning_module
@@ -242,18 +210,6 @@ class TrainerStrategy(Strategy):
 
     # Checkpoints
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, by default one that writes atomically."""
-        return self._checkpoints.io if self.fault_tolerance else super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        if self.fault_tolerance:
-            self._checkpoints.io = atomic_by_default(io)
-        else:  # Fabric's FSDP and FSDP2 refuse plugins
-            super(TrainerStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.fault_tolerance:
             self._rank_states.add_to(checkpoint, self._trainer)
@@ -287,23 +243,6 @@ class TrainerStrategy(Strategy):
         self._activations.release_graphs()
         self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
         self._stepped = None
-
-    # What callbacks read
-
-    @property
-    def patch_report(self) -> PatchReport | None:
-        """The report of replaced modules, None before a model was set up."""
-        return self._patching.report
-
-    @property
-    def activation_plan(self) -> str:
-        """The plan for ``memory_budget``, what was captured and compiled, in words, empty without any."""
-        return self._activations.plan
-
-    @property
-    def peak_before_resets(self) -> int:
-        """The highest of the peaks of allocated memory, in bytes, that measurements have reset."""
-        return self._activations.peak_bytes
 
     @property
     def _trainer(self) -> L.Trainer:

@@ -34,7 +34,7 @@ def check_prompts(batch: Any) -> None:
     """Raises unless ``batch`` has ``input_ids`` of shape ``[batch_size, seq_len]``."""
     if not isinstance(batch, Mapping) or batch.get("input_ids") is None:
         raise ValueError(f"batch must be a mapping with the key 'input_ids' for predict_step, got {_form(batch)}")
-    _check_integers(batch, "input_ids")
+    check_integers(batch, "input_ids")
     if batch["input_ids"].ndim != 2 or not batch["input_ids"].numel():
         expected = "a tensor of shape [batch_size, seq_len] with tokens"
         raise wrong_value("batch['input_ids']", expected, batch["input_ids"])
@@ -44,7 +44,8 @@ def _form(batch: Any) -> Any:
     return sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
 
 
-def _check_integers(batch: Mapping[str, Any], *keys: str) -> None:
+def check_integers(batch: Mapping[str, Any], *keys: str) -> None:
+    """Raises TypeError unless the values of these keys, where there are any, are tensors of integers."""
     for key in keys:
         value = batch.get(key)
         if value is not None and (not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32)):
@@ -52,7 +53,7 @@ def _check_integers(batch: Mapping[str, Any], *keys: str) -> None:
 
 
 def _check_inputs(batch: Mapping[str, Any], model: LanguageModel) -> None:
-    _check_integers(batch, "input_ids", "position_ids")
+    check_integers(batch, "input_ids", "position_ids")
     input_ids, embeddings = batch.get("input_ids"), batch.get("inputs_embeds")
     if embeddings is not None and not (isinstance(embeddings, Tensor) and embeddings.is_floating_point()):
         raise wrong_type("batch['inputs_embeds']", "a floating-point tensor", embeddings)

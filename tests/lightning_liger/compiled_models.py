@@ -8,6 +8,7 @@ AOT autograd, forward and backward, in which tensors with a vocabulary are looke
 
 import copy
 import json
+import math
 import multiprocessing
 import sys
 import warnings
@@ -33,10 +34,15 @@ DECOMPOSITIONS = get_decompositions([torch.ops.aten.softplus_backward])
 
 
 class Graphs:
-    """A compiler that counts graphs, and the tensors with a vocabulary for each of ``num_tokens`` that they compute."""
+    """A compiler that counts graphs, and keeps the sizes in memory of the tensors with a vocabulary in them."""
 
-    def __init__(self, vocab_size: int, num_tokens: set[int]) -> None:
-        self.vocab_size, self.num_tokens, self.num_graphs, self.num_logits = vocab_size, num_tokens, 0, 0
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.num_graphs = vocab_size, 0
+        self.sizes: list[int] = []
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes, default=0)
 
     def __call__(self, module: Any, inputs: Any) -> Any:
         self.num_graphs += 1
@@ -46,10 +52,17 @@ class Graphs:
     def _watch(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
         for node in module.graph.nodes:
             value = node.meta.get("val")
-            if node.op != "placeholder" and isinstance(value, Tensor) and self.vocab_size in value.shape:
-                taken = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride != 0]
-                self.num_logits += torch.Size(taken).numel() / self.vocab_size in self.num_tokens
+            if node.op != "placeholder" and isinstance(value, Tensor):
+                sizes, strides = hints(value.shape), hints(value.stride())
+                if self.vocab_size in sizes:
+                    taken = (size for size, stride in zip(sizes, strides, strict=True) if stride != 0)
+                    self.sizes.append(math.prod(taken))
         return module.forward
+
+
+def hints(sizes: Any) -> list[int]:
+    """Sizes without guards for those that are dynamic."""
+    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
 
 
 def run(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> tuple[Tensor, list[Tensor]]:
@@ -63,15 +76,15 @@ def run(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> tuple[
     return loss.detach(), grads
 
 
-def compare(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Graphs, float]:
-    """The graphs of a compiled model, and the largest distance of its loss and gradients from those of the eager one.
+def compare(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[int, int, float]:
+    """The graphs and the logits in them of a compiled model, and the largest distance from the eager one.
 
-    Distances are relative to a tensor's norm, or to a thousandth of the largest gradient's.
+    It is that of the loss and of gradients, relative to a tensor's norm, or to a thousandth of the largest gradient's.
     """
     torch.compiler.reset()
     batch_size, num_tokens = len(batch["labels"]), batch["labels"].numel()
     vocab_size = len(next(model.get_output_embeddings().parameters()))  # of the first if these are a list
-    watch = Graphs(vocab_size, {num_tokens, num_tokens - batch_size})
+    watch = Graphs(vocab_size)
     loss, grads = run(model, batch)
     compiled_loss, compiled_grads = run(model, batch, backend=watch)
     least = torch.stack([grad.norm() for grad in grads]).max() / 1000  # as biases of keys have a gradient of rounding
@@ -79,7 +92,8 @@ def compare(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Graphs, floa
         ((one - other).norm() / other.norm().clamp_min(least)).item()
         for one, other in zip([compiled_loss, *compiled_grads], [loss, *grads], strict=True)
     ]
-    return watch, float(f"{max(distances):.1e}")
+    num_logits = sum(size / vocab_size in (num_tokens, num_tokens - batch_size) for size in watch.sizes)
+    return watch.num_graphs, num_logits, float(f"{max(distances):.1e}")
 
 
 def measure(model_type: str) -> dict[str, Any]:
@@ -97,10 +111,10 @@ def measure(model_type: str) -> dict[str, Any]:
         return found
     for name, model in (("stock", stock), ("patched", patched)):
         try:
-            graphs, distance = compare(model, batch)
+            num_graphs, num_logits, distance = compare(model, batch)
         except Exception as error:  # whatever the compiler raises is the result
             return found | {name: f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        found |= {name: graphs.num_graphs, f"{name}_logits": graphs.num_logits, f"{name}_distance": distance}
+        found |= {name: num_graphs, f"{name}_logits": num_logits, f"{name}_distance": distance}
     return found
 
 

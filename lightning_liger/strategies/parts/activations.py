@@ -34,16 +34,6 @@ def announce_plan(line: str, plan: Plan, fits: bool) -> None:
     (rank_zero_info if fits else rank_zero_warn)(line)
 
 
-def prepare(strategy: Any, model: Module, announce: Callable[[str, Plan, bool], None] = announce_plan) -> Module:
-    """``model`` as the engine of a strategy gets it: with kernels, and layers in their modes."""
-    with strategy._final_parameters(model):
-        plugin = getattr(strategy, "precision_plugin", None) or strategy.precision
-        strategy._patching.apply(model, plugin.precision, holds_frozen=strategy._holds_frozen)
-    if strategy.kernels != "none" or strategy._activations.is_asked_for:
-        strategy._activations.control(model, strategy.root_device, announce)
-    return model
-
-
 class ActivationControl:
     """Controls the layers of models as arguments of strategies say; raises for wrong ones, and those that conflict."""
 

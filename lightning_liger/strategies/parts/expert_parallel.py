@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from liger_ops.arguments import wrong_value
 from liger_ops.moe.exchange import ExpertGroup
-from lightning_liger.patching.rules import ExpertsReplacement, Patched, group_of, share_experts
+from lightning_liger.patching.rules.base import Patched
+from lightning_liger.patching.rules.experts import ExpertsReplacement, group_of, share_experts
 
 
 class ExpertParallel:

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from lightning_liger.lazy.head import FusionCounters
 from lightning_liger.lazy.logits import LazyLogits
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules.base import Patched
 
 
 def patched_heads(model: Module) -> list[Module]:

@@ -1,7 +1,6 @@
 """Compiled code with a patched head: the values and gradients of stock code, and no logits in its graphs."""
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -11,41 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels, lazy_logits, materialize, token_scores
 from lightning_liger.lazy.traced import TracedLogits
+from tests.lightning_liger.compiled_models import Graphs
 from tests.lightning_liger.lazy.programs import Doubled
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_model
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 5, 8, 37
-
-
-def hints(sizes: Any) -> list[int]:
-    """Sizes without guards for those that are dynamic."""
-    return [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
-
-
-class Graphs:
-    """A compiler that keeps the most elements in memory of a tensor with a vocabulary that its graphs compute."""
-
-    def __init__(self, vocab_size: int = VOCAB) -> None:
-        self.vocab_size, self.largest, self.num_graphs = vocab_size, 0, 0
-
-    def __call__(self, module: Any, inputs: Any) -> Any:
-        self.num_graphs += 1
-        return aot_autograd(fw_compiler=self._watch, bw_compiler=self._watch)(module, inputs)
-
-    def _watch(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
-        for node in module.graph.nodes:
-            value = node.meta.get("val")
-            if node.op != "placeholder" and isinstance(value, Tensor):
-                sizes, strides = hints(value.shape), hints(value.stride())
-                if self.vocab_size in sizes:
-                    taken = [size for size, stride in zip(sizes, strides, strict=True) if stride != 0]
-                    self.largest = max(self.largest, math.prod(taken))
-        return module.forward
 
 
 def compiled(function: Any, **options: Any) -> tuple[Any, Graphs]:

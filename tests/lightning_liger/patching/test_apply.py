@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_liger import AutoLigerModelForCausalLM, AutoLigerModelForImageTextToText, LazyLogits, apply_liger_kernels
 from lightning_liger.patching import PatchEntry, PatchReport
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules.base import Patched
 from lightning_liger.patching.rules.head import HeadReplacement
 from tests.lightning_liger.architectures import tiny_image_text_model
 from tests.lightning_liger.tiny import VOCAB_SIZE, tiny_batch, tiny_llama

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from lightning_liger import LazyLogits, LigerLMMixin, apply_liger_kernels, lazy_logits
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules.base import Patched
 from tests.lightning_liger.architectures import IMAGE_TEXT_TYPES, tiny_image_text_model
 from tests.lightning_liger.patching.rules.comparing import assert_same_gradients
 from tests.lightning_liger.tiny import VOCAB_SIZE, TensorSizes, tiny_batch, tiny_model

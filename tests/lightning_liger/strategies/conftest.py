@@ -31,6 +31,14 @@ def ranks(request, tmp_path_factory) -> Ranks:
 
 
 @pytest.fixture
+def one_process(request, tmp_path) -> dict[str, Any]:
+    """A run of one rank, on the ``device`` that the test has as a parameter, or on the CPU."""
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+    accelerator = "gpu" if device == "cuda" else device
+    return {"rank": 0, "size": 1, "folder": tmp_path, "device": device, "accelerator": accelerator}
+
+
+@pytest.fixture
 def made_by_yaml(monkeypatch) -> Callable[..., Any]:
     """The strategy that the command line makes of its part of a yaml, for one CPU unless told otherwise."""
     monkeypatch.setattr("sys.argv", ["lightning-liger"])

@@ -85,32 +85,31 @@ def test_ranks_train_as_eager_ones(ranks: Any, name: str) -> None:
     ],
     ids=str,
 )
-def test_one_device_trains_resumes_and_validates_as_eager(tmp_path: Any, device: str, options: dict[str, Any]) -> None:
+def test_one_device_trains_resumes_and_validates_as_eager(
+    one_process: Any, device: str, options: dict[str, Any]
+) -> None:
     if "memory_budget" in options and device == "cpu":
         pytest.skip("a budget needs a GPU")
     torch.compiler.reset()
-    accelerator = "gpu" if device == "cuda" else device
-    run = {"rank": 0, "size": 1, "folder": tmp_path, "device": device, "accelerator": accelerator}
     outcomes, keys = [], []
     for compiles in (False, True):
         chosen = options | ({} if compiles else {"compile": False})
         name = f"{compiles}.ckpt"
-        fit(run, LigerSingleDeviceStrategy(**chosen), LM(), make_batches(0)[:3], save_as=name)
-        keys.append(torch.load(tmp_path / name, weights_only=False)["state_dict"].keys())
+        fit(one_process, LigerSingleDeviceStrategy(**chosen), LM(), make_batches(0)[:3], save_as=name)
+        keys.append(torch.load(one_process["folder"] / name, weights_only=False)["state_dict"].keys())
         # Each goes on from the checkpoint of the other.
         module = LM()
         strategy = LigerSingleDeviceStrategy(**chosen)
-        path = tmp_path / "False.ckpt"
-        outcomes.append(fit(run, strategy, module, make_batches(0), ckpt_path=path, max_epochs=2))
+        path = one_process["folder"] / "False.ckpt"
+        outcomes.append(fit(one_process, strategy, module, make_batches(0), ckpt_path=path, max_epochs=2))
     assert keys[0] == keys[1]
     assert_same(outcomes[1], outcomes[0], {"cpu": 1e-5, "cuda": 2e-3}[device])
 
 
-def test_layers_are_one_graph_and_copies_are_not_compiled(tmp_path: Any) -> None:
+def test_layers_are_one_graph_and_copies_are_not_compiled(one_process: Any) -> None:
     torch.compiler.reset()
     strategy = FabricLigerSingleDeviceStrategy(compile=LAYERS | {"fullgraph": True})
-    run = {"rank": 0, "size": 1, "folder": tmp_path, "accelerator": "cpu"}
-    fit_with_fabric(run, strategy, build_model(), make_batches(0))
+    fit_with_fabric(one_process, strategy, build_model(), make_batches(0))
     assert strategy._activations.compilation._num_traces == 1
     other = type(strategy._activations.compilation)(LAYERS)
     assert other.summary == ""
@@ -160,15 +159,14 @@ def test_wrong_choices_are_refused_when_the_strategy_is_made(
         strategy_class(**options)
 
 
-def test_wrong_types_and_models_are_refused_and_yaml_chooses(tmp_path: Any, made_by_yaml: Any) -> None:
+def test_wrong_types_and_models_are_refused_and_yaml_chooses(one_process: Any, made_by_yaml: Any) -> None:
     with pytest.raises(TypeError, match="compile must be a bool, 'layers', 'model' or a dict, got 3"):
         LigerDDPStrategy(compile=3)  # type: ignore[arg-type]
-    run = {"rank": 0, "size": 1, "folder": tmp_path, "accelerator": "cpu"}
     without = LM(build=lambda module: nn.Linear(2, 2))
     with pytest.raises(ValueError, match="compile='layers' needs a model with repeated layers, got LM"):
-        fit(run, LigerSingleDeviceStrategy(compile="layers"), without, make_batches(0, 1))
+        fit(one_process, LigerSingleDeviceStrategy(compile="layers"), without, make_batches(0, 1))
     with pytest.raises(ValueError, match="compile='model' needs a Hugging Face model, got LM without one"):
-        fit(run, LigerSingleDeviceStrategy(compile="model"), without, make_batches(0, 1))
+        fit(one_process, LigerSingleDeviceStrategy(compile="model"), without, make_batches(0, 1))
     for value, scope in ((False, None), ("model", "model"), ({"scope": "layers", "dynamic": True}, "layers")):
         options = {"class_path": "lightning_liger.LigerSingleDeviceStrategy", "init_args": {"compile": value}}
         found: Compilation = made_by_yaml(options)._activations.compilation

@@ -99,27 +99,29 @@ def test_ranks_train_as_without_graphs(ranks: Any, engine: str) -> None:
 
 @on_each_device
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_one_device_trains_as_without_graphs_and_frees_them(tmp_path: Any, device: str, precision: str) -> None:
-    accelerator = "gpu" if device == "cuda" else device
-    run = {"rank": 0, "size": 1, "folder": tmp_path, "device": device, "accelerator": accelerator}
+def test_one_device_trains_as_without_graphs_and_frees_them(one_process: Any, device: str, precision: str) -> None:
     with backend_for(device):
-        expected, found = (train(run, LigerSingleDeviceStrategy, each, precision=precision) for each in (False, True))
+        expected, found = (
+            train(one_process, LigerSingleDeviceStrategy, each, precision=precision) for each in (False, True)
+        )
     assert_same(found, expected, device, precision != "32-true")
     assert found["plan"].startswith("2 of 2 layers captured for 2 shapes")
     assert found["left"] == [None]
 
 
 @on_each_device
-def test_module_fits_again_and_fabric_trains_as_without_graphs(tmp_path: Any, device: str) -> None:
-    accelerator = "gpu" if device == "cuda" else device
-    run = {"rank": 0, "size": 1, "folder": tmp_path, "device": device, "accelerator": accelerator}
+def test_module_fits_again_and_fabric_trains_as_without_graphs(one_process: Any, device: str) -> None:
     outcomes = []
     for captures in (False, True):
         with backend_for(device):
             module = ScheduledLM()
-            fits = [fit(run, LigerSingleDeviceStrategy(cuda_graphs=captures), module, varied(0)) for _ in range(2)]
+            fits = [
+                fit(one_process, LigerSingleDeviceStrategy(cuda_graphs=captures), module, varied(0)) for _ in range(2)
+            ]
             strategy = FabricLigerSingleDeviceStrategy(cuda_graphs=captures)
-            outcomes.append((fits, fit_with_fabric(run, strategy, build_model(), varied(0)), strategy.activation_plan))
+            outcomes.append(
+                (fits, fit_with_fabric(one_process, strategy, build_model(), varied(0)), strategy.activation_plan)
+            )
     (plain, with_fabric, no_plan), (again, captured_with_fabric, plan) = outcomes
     for found, expected in zip([*again, captured_with_fabric], [*plain, with_fabric], strict=True):
         assert_same(found, expected, device)
@@ -155,13 +157,12 @@ def test_what_rules_graphs_out_is_refused_when_the_strategy_is_made(
     assert strategy_class(cuda_graphs=False, **options).activation_plan == ""
 
 
-def test_models_and_devices_that_cannot_are_refused_at_set_up(tmp_path: Any, made_by_yaml: Any) -> None:
-    run = {"rank": 0, "size": 1, "folder": tmp_path, "accelerator": "cpu"}
+def test_models_and_devices_that_cannot_are_refused_at_set_up(one_process: Any, made_by_yaml: Any) -> None:
     strategy = LigerSingleDeviceStrategy(cuda_graphs=True, activation_checkpointing="none")
     with pytest.raises(ValueError, match="cuda_graphs=True needs a CUDA GPU, got the device 'cpu': leave it out there"):
-        fit(run, strategy, LM(), make_batches(0, 1))
+        fit(one_process, strategy, LM(), make_batches(0, 1))
     with pytest.raises(ValueError, match="cuda_graphs=True needs a model with repeated layers, got WithoutLayers"):
-        fit(run, LigerSingleDeviceStrategy(cuda_graphs=True), WithoutLayers(), make_batches(0, 1))
+        fit(one_process, LigerSingleDeviceStrategy(cuda_graphs=True), WithoutLayers(), make_batches(0, 1))
 
     def recomputing(module: Any) -> nn.Module:
         model = build_model()
@@ -169,7 +170,7 @@ def test_models_and_devices_that_cannot_are_refused_at_set_up(tmp_path: Any, mad
         return model
 
     with pytest.raises(ValueError, match=r"cuda_graphs=True needs layers that are not recomputed otherwise"):
-        fit(run, LigerSingleDeviceStrategy(cuda_graphs=True), LM(build=recomputing), make_batches(0, 1))
+        fit(one_process, LigerSingleDeviceStrategy(cuda_graphs=True), LM(build=recomputing), make_batches(0, 1))
     options = {"class_path": "lightning_liger.LigerSingleDeviceStrategy", "init_args": {"cuda_graphs": True}}
     assert made_by_yaml(options)._activations.captures
 

@@ -135,10 +135,12 @@ def test_ranks_train_as_one_process(ranks: Any, name: str) -> None:
             torch.testing.assert_close(run["norms"][0], reference.norms[0], rtol=1e-2, atol=0.0)
 
 
-def run_single(tmp_path: Path, strategy: Any, *callbacks: L.Callback, **options: Any) -> list[float]:
+def run_single(
+    tmp_path: Path, strategy: Any, *callbacks: L.Callback, ckpt_path: Path | None = None, **options: Any
+) -> list[float]:
     recorder = Losses()
     trainer = make_trainer(recorder, *callbacks, root=tmp_path, strategy=strategy, **options)
-    trainer.fit(Model(), DataLoader(make_batches(0, NUM_BATCHES), batch_size=None))
+    trainer.fit(Model(), DataLoader(make_batches(0, NUM_BATCHES), batch_size=None), ckpt_path=ckpt_path)
     return recorder.losses
 
 
@@ -165,14 +167,9 @@ def test_a_resumed_run_repeats_the_rest_bit_for_bit_and_checkpoints_are_the_stoc
     path = tmp_path / "step=2.ckpt"
     saved = torch.load(path, weights_only=True)["state_dict"]
     Model().build(None).load_state_dict({name.removeprefix("model."): each for name, each in saved.items()})
-    recorder = Losses()
-    trainer = make_trainer(recorder, root=tmp_path, strategy=LigerSingleDeviceStrategy(fp8=EVERY))
-    trainer.fit(Model(), DataLoader(make_batches(0, NUM_BATCHES), batch_size=None), ckpt_path=path)
-    assert recorder.losses == expected[2:]
-    recorder = Losses()  # without float8 from there on
-    trainer = make_trainer(recorder, root=tmp_path, strategy="liger")
-    trainer.fit(Model(), DataLoader(make_batches(0, NUM_BATCHES), batch_size=None), ckpt_path=path)
-    torch.testing.assert_close(recorder.losses, expected[2:], rtol=0.02, atol=0.0)
+    assert run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY), ckpt_path=path) == expected[2:]
+    without = run_single(tmp_path, "liger", ckpt_path=path)
+    torch.testing.assert_close(without, expected[2:], rtol=0.02, atol=0.0)
 
 
 def test_engines_hold_frozen_weights_in_float8_where_they_do_not_shard_them(tmp_path: Path) -> None:

@@ -286,9 +286,9 @@ def test_scaler_scales_losses_and_skips_the_step_that_overflows_on_one_rank(rank
 
 
 @pytest.fixture
-def one_process(tmp_path):
+def one_process(one_process):
     """A run of the second rank alone, whose gradients break."""
-    return {"rank": 1, "size": 1, "folder": tmp_path, "device": "cpu", "accelerator": "cpu"}
+    return one_process | {"rank": 1}
 
 
 def test_norm_in_manual_optimization_is_of_the_optimizer_that_is_clipped():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_liger import apply_liger_kernels
 from lightning_liger.patching import PatchEntry
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules.base import Patched
 from lightning_liger.patching.verify import TOLERANCE_ULPS
 
 

@@ -13,7 +13,8 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from lightning_liger.patching.rules import Patched, experts
+from lightning_liger.patching.rules import experts
+from lightning_liger.patching.rules.base import Patched
 from tests.liger_ops.accuracy import few
 from tests.lightning_liger.patching.rules.comparing import assert_kept, assert_replaced, assert_same, fill, patched_twin
 

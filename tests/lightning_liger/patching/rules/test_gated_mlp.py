@@ -14,7 +14,8 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from lightning_liger import apply_liger_kernels
-from lightning_liger.patching.rules import Patched, gated_mlp
+from lightning_liger.patching.rules import gated_mlp
+from lightning_liger.patching.rules.base import Patched
 from tests.lightning_liger.patching.rules.comparing import (
     assert_kept,
     assert_replaced,

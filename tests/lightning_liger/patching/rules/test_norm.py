@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_liger import apply_liger_kernels
-from lightning_liger.patching.rules import Patched
+from lightning_liger.patching.rules.base import Patched
 from tests.lightning_liger.patching.rules.comparing import (
     assert_kept,
     assert_replaced,

@@ -1,0 +1,125 @@
+"""What the strategies of Trainer and Fabric have in common."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from torch.nn import Module
+
+from lightning_liger.activations.plan import Plan
+from lightning_liger.patching import PatchReport
+from lightning_liger.patching.apply import KernelChoice
+from lightning_liger.patching.float8 import Float8Choice
+from lightning_liger.resuming.atomic_io import atomic_by_default
+from lightning_liger.strategies.parts.activations import ActivationControl, announce_plan, check_engine
+from lightning_liger.strategies.parts.checkpoints import Checkpoints
+from lightning_liger.strategies.parts.kernels import Kernels
+
+_GIVEN_BY_LIGHTNING = {"self", "module", "device_id", "device_ids"}
+
+
+class CommonStrategy:
+    """Kernels, activations and checkpoints. A mixin, which comes before Lightning's strategies."""
+
+    _wrapper: Callable[..., Any] | None = None
+    """What the engine wraps models in, with the arguments that neither the strategy nor Lightning's knows."""
+    _holds_frozen = False
+    """Whether the engine leaves frozen parameters alone, so that they may be held in float8."""
+    _gathers_float8 = False
+    """Whether the engine can gather weights in float8."""
+    _keeps_parameters = False
+    """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
+
+    def _take(
+        self,
+        kernels: KernelChoice,
+        fp8: Float8Choice,
+        fault_tolerance: bool,
+        activations: ActivationControl,
+        lightnings: dict[str, Any],
+        **others: Any,
+    ) -> None:
+        """Takes the arguments of both, before Lightning's ``__init__`` gets its own; graphs go with no ``others``."""
+        self.kernels, self.fp8, self.fault_tolerance = kernels, fp8, fault_tolerance
+        self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
+        self._activations = activations
+        check_engine(self, activations, fp8=fp8, **others)
+        self._checkpoints = Checkpoints(self, fault_tolerance, lightnings.get("checkpoint_io"))
+        self._refuse_unknown(lightnings)
+
+    def _refuse_unknown(self, arguments: Collection[str]) -> None:
+        """Raises TypeError for arguments that neither a class of the strategy nor the engine has, with similar names.
+
+        Lightning passes whatever a strategy does not know on to the engine, which sees it when the model is wrapped.
+        """
+        if self._wrapper is None:  # Lightning's strategy refuses them
+            return
+        takers: list[Any] = [vars(cls)["__init__"] for cls in type(self).__mro__ if "__init__" in vars(cls)]
+        known = {name for taker in (*takers, self._wrapper) for name in inspect.signature(taker).parameters}
+        for name in arguments:
+            if name not in known - _GIVEN_BY_LIGHTNING:
+                similar = difflib.get_close_matches(name, known - _GIVEN_BY_LIGHTNING)
+                hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+                raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}{hint}")
+
+    @property
+    def _plugin(self) -> Any:
+        """The precision plugin."""
+        strategy: Any = self
+        return getattr(strategy, "precision_plugin", None) or strategy.precision
+
+    @property
+    def _patching(self) -> Kernels:
+        """A precision plugin of ours has kernels of its own, which its user chose."""
+        return getattr(self._plugin, "patching", self._kernels)
+
+    def _final_parameters(self, model: Module) -> AbstractContextManager[None]:
+        """A context in which the model's parameters look as the engine will have them."""
+        return nullcontext()
+
+    def _prepare(self, model: Module) -> Module:
+        """``model`` as the engine gets it: with kernels, and layers in their modes."""
+        strategy: Any = self
+        with self._final_parameters(model):
+            self._patching.apply(model, self._plugin.precision, holds_frozen=self._holds_frozen)
+        if self.kernels != "none" or self._activations.is_asked_for:
+            self._activations.control(model, strategy.root_device, self._announce_plan)
+        return model
+
+    def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
+        announce_plan(line, plan, fits)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, by default one that writes atomically."""
+        if self.fault_tolerance:
+            return self._checkpoints.io
+        io: CheckpointIO = super().checkpoint_io  # type: ignore[misc]  # of the next class
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.fault_tolerance:
+            self._checkpoints.io = atomic_by_default(io)
+        else:  # Fabric's FSDP and FSDP2 refuse plugins
+            super(CommonStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[misc]
+
+    # What callbacks read
+
+    @property
+    def patch_report(self) -> PatchReport | None:
+        """The report of replaced modules, None before a model was set up."""
+        return self._patching.report
+
+    @property
+    def activation_plan(self) -> str:
+        """The plan for ``memory_budget``, what was captured and compiled, in words, empty without any."""
+        return self._activations.plan
+
+    @property
+    def peak_before_resets(self) -> int:
+        """The highest of the peaks of allocated memory, in bytes, that measurements have reset."""
+        return self._activations.peak_bytes
