@@ -76,8 +76,11 @@ class Arm:
         """The arguments of our strategies that ask for the plan, CUDA graphs or compilation."""
         if self.implementation == "ours_captured":
             return {"cuda_graphs": True}
-        if self.implementation == "ours_compiled":
-            return {"compile": "layers"}
+        compiled = {"compile": "layers"} if self.implementation == "ours_compiled" else {}
+        return compiled | self._plan_arguments
+
+    @property
+    def _plan_arguments(self) -> dict[str, Any]:
         if self.plan in ("none", "full"):
             return {"activation_checkpointing": self.plan}
         if self.plan.isdecimal():
