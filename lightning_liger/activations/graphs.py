@@ -210,7 +210,8 @@ class LayerGraph:
         self._replay_forward, filled = backend.capture(self._forward, "forward")
         self._filled_outputs = [backend.alias(each.detach()) for each in filled]
         self._replay_backward, filled = backend.capture(self._backward, "backward")
-        self._filled_gradients = [None if each is None else backend.alias(each) for each in filled]
+        self._has_gradient = [each is not None for each in filled]
+        self._filled_gradients = [backend.alias(each) for each in filled if each is not None]
 
     def _forward(self) -> list[Tensor]:
         device_type = self._inputs[0].device.type
@@ -242,7 +243,9 @@ class LayerGraph:
             if own is not None:
                 own.zero_() if each is None else own.copy_(each)
         self._replay_backward()
-        return [None if each is None else each.clone() for each in self._filled_gradients]
+        # Copies by one call: a product with 1 is the same number, and keeps NaN.
+        copies = iter(torch._foreach_mul(self._filled_gradients, 1.0) if self._filled_gradients else ())
+        return [next(copies) if has_gradient else None for has_gradient in self._has_gradient]
 
 
 class _Replay(torch.autograd.Function):

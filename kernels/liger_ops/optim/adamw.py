@@ -28,7 +28,7 @@ from liger_ops.optim.moments import NAMES, kernel_cut, kernel_decode, kernel_enc
 
 __all__ = ["AdamW"]
 
-_MIN_ELEMENTS = 2**22
+_MIN_ELEMENTS = 2**23
 """Of a tensor with a kernel of its own. Fewer take less time on the GPU than the launch takes on the host."""
 _BLOCK_SIZE, _NUM_WARPS = 1024, 4
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -131,11 +131,12 @@ class _Update(NamedTuple):
     options: dict[str, Any]  # of its group
     scales: tuple[Tensor, ...] | None = None  # of moments that are codes
     number: int = 0  # of the parameter
+    can_launch: bool | None = None  # whether a kernel can do it, None where nobody has looked
 
     def run(self) -> None:
         """Updates the parameter and both moments in place."""
         if self.tensors[0].numel():
-            if _can_launch(self.tensors):
+            if _can_launch(self.tensors) if self.can_launch is None else self.can_launch:
                 self._launch()
             else:
                 self._run_reference()
@@ -219,7 +220,7 @@ class _Update(NamedTuple):
 class AdamW(torch.optim.AdamW):
     """:class:`torch.optim.AdamW` at memory bandwidth, whose moments may take less memory.
 
-    Our kernels update parameters of 4 Mi elements or more (of this rank's shard) that are contiguous, on a GPU, in
+    Our kernels update parameters of 8 Mi elements or more (of this rank's shard) that are contiguous, on a GPU, in
     float32 or bfloat16, with gradients and states alike. PyTorch updates all others, in its fused kernel if all
     parameters of a group are floating-point and on GPUs, and all of a group whose options are tensors. States are those
     of :class:`torch.optim.AdamW`, so each loads the other's checkpoints. There is no ``amsgrad``, ``foreach``,
@@ -402,7 +403,7 @@ class AdamW(torch.optim.AdamW):
             return None
         # An optimizer that is not fused, which the state may come from, counts on the CPU.
         state["step"] = step = state["step"].to(first.device, torch.float32)
-        return _Update(parameter, grad, tensors, step, options)
+        return _Update(parameter, grad, tensors, step, options, can_launch=True)
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any] | None:

@@ -58,7 +58,7 @@ def _clip_whole_norm(parameters: list[Tensor], max_norm: float, norm_type: float
         for group in on_meshes.values()
     ]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = torch.nn.utils.get_total_norm(norms, norm_type)
+    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
     for group in on_meshes.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
