@@ -12,6 +12,7 @@ another shape begins, and the backward of all layers shares other memory.
 Semantics of capture and replay: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
+import gc
 import random
 import warnings
 import weakref
@@ -64,7 +65,7 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # a capture cannot use what the allocator keeps for others
         before = torch.cuda.memory_reserved(self.device)
-        with torch.cuda.stream(self._stream):
+        with _without_collection(), torch.cuda.stream(self._stream):
             # "thread_local": other threads go on to load data and to watch collectives.
             graph.capture_begin(self._pools[pool], capture_error_mode="thread_local")
             try:
@@ -108,6 +109,18 @@ class CudaBackend:
                 waits.append(each)
             elif "Synchronization debug mode" not in str(each.message):  # says torch of the mode itself
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keeps the garbage collector from freeing other graphs, which would invalidate a capture."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 class _Nested:

@@ -313,17 +313,19 @@ def test_no_less_accurate_than_plain_pytorch(name: str, data: st.DataObject, tri
     # Triton's interpreter rounds to bfloat16 toward zero, which doubles the error that float32 results carry along, and
     # takes sums over rows one by one.
     is_mixed = torch.bfloat16 in dtypes and torch.float32 in dtypes
+    # A GPU's exponentials and quotients are off by some ulps, which float32 results show.
+    usual = 8.0 if triton_device.type == "cuda" and dtype == torch.float32 else 2.0
     for ours, theirs, true in zip(*(outputs for outputs, _ in results), strict=True):
         assert ours.dtype == theirs.dtype
         assert ours.is_contiguous()
-        assert_as_accurate("output", ours, theirs, true, factor=4.0 if is_mixed else 2.0)
+        assert_as_accurate("output", ours, theirs, true, factor=4.0 if is_mixed else usual)
     for place, ours, theirs, true in zip(places, *(found for _, found in results), strict=False):
         assert (ours is None) == (theirs is None), place
         if ours is not None:
             assert ours.dtype == theirs.dtype
             assert ours.is_contiguous() or not draw.used[0]  # the upstream gradient itself
             # Gradients are differences of terms of about 1, which may cancel where a row is all that there is.
-            factor, magnitude = 4.0 if is_mixed or place >= op.num_inputs else 2.0, 1.0
+            factor, magnitude = max(usual, 4.0 if is_mixed or place >= op.num_inputs else 2.0), 1.0
             if ours.shape == (1,):  # a sum of both signs over all others, and of errors that have one
                 factor, magnitude = 16.0 if is_mixed else factor, inputs[0].numel() ** 0.5  # type: ignore[union-attr]
             assert_as_accurate(f"gradient {place}", ours, theirs, true, factor=factor, magnitude=magnitude)

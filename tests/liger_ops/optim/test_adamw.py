@@ -380,7 +380,7 @@ def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPat
 
     def make() -> list[Tensor]:
         generator = torch.Generator("cuda").manual_seed(3)
-        shapes = [(2**22 - 1,), (2**22 + 3,), (3, 2**21)]
+        shapes = [(2**23 - 1,), (2**23 + 3,), (3, 2**22)]
         return [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for shape in shapes]
 
     note_updates(monkeypatch, updated)
@@ -398,5 +398,5 @@ def test_large_parameters_of_a_gpu_take_the_kernel(monkeypatch: pytest.MonkeyPat
                 scaler.step(each)
             else:
                 each.step()
-    assert [each.numel() for each in updated] == [2**22 + 3, 3 * 2**21] * 4
+    assert [each.numel() for each in updated] == [2**23 + 3, 3 * 2**22] * 4
     assert_same(optimizer, plain)

@@ -4,6 +4,7 @@ On CPUs a backend takes the place of CUDA graphs which runs captured functions a
 """
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -175,6 +176,26 @@ def test_random_models_train_as_without_graphs(seed: int, backend: Any) -> None:
     if backend.device.type == "cpu" or options["kind"] not in ("mixtral", "gpt_oss"):  # whose host may wait
         assert "2 of 2 layers captured" in owner.summary
         assert "GiB" in owner.summary
+
+
+@pytest.mark.gpu
+def test_graphs_in_reference_cycles_are_not_freed_during_a_capture() -> None:
+    backend = CudaBackend(torch.device("cuda:0"))
+    x = torch.ones(2**20, device=backend.device)
+    cycle: list[Any] = []
+    cycle += [cycle, backend.capture(lambda: [x * 2.0], "forward"), CudaBackend(backend.device)]
+
+    def collect() -> list[Tensor]:
+        nonlocal cycle
+        cycle = []
+        for _ in range(10**5):
+            cycle.append([cycle])  # containers, of which the collector counts the new ones
+        return [x * 3.0]
+
+    replay, (result,) = backend.capture(collect, "forward")
+    replay()
+    same(result, torch.full_like(x, 3.0))
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu
