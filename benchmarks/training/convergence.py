@@ -33,7 +33,7 @@ from benchmarks.environment import environment
 from benchmarks.records import Writer, read_results
 from benchmarks.training import seeds
 from benchmarks.training.arms import Arm, parse_arms
-from benchmarks.training.dims import make_model
+from benchmarks.training.dims import DIMS, make_model
 from benchmarks.training.job import Job, Row
 from benchmarks.training.processes import run_jobs
 from benchmarks.training.train import describe, name_of, number
@@ -179,7 +179,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=300,
         metavar="N",
-        help="of a model of 1B parameters on Python's standard library (default: 300; 0 leaves it out)",
+        help="of a large model on Python's standard library (default: 300; 0 leaves it out)",
+    )
+    parser.add_argument(
+        "--text-model",
+        choices=tuple(DIMS),
+        default="llama3_1b",
+        metavar="NAME",
+        help="that model, with 16384 words (default: llama3_1b)",
     )
     parser.add_argument(
         "--text-arms",
@@ -204,7 +211,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, default=570.0, metavar="SECONDS", help="of one arm (default: 570)")
     parser.add_argument(
-        "--seeds", type=int, default=0, metavar="N", help="instead, a model of 120M parameters on text with N seeds"
+        "--seeds", type=int, default=0, metavar="N", help="instead, a model on text with N seeds, on all GPUs"
+    )
+    parser.add_argument(
+        "--seeds-model",
+        choices=tuple(DIMS),
+        default="llama_120m",
+        metavar="NAME",
+        help="that model, with 16384 words (default: llama_120m)",
     )
     parser.add_argument(
         "--seeds-arms",
@@ -214,18 +228,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="its arms (default: ours,ours_fp8); the first one also trains with rows reversed",
     )
     parser.add_argument("--seeds-steps", type=int, default=1000, metavar="N", help="its steps (default: 1000)")
-    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="its runs at a time (default: 4)")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="its runs at a time on each GPU (default: 4)")
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="no run starts that would end later (default: 540)"
     )
 
 
-def text_jobs(arms: Sequence[Arm], steps: int, cache: str, tiny: bool) -> list[Job]:
+def text_jobs(arms: Sequence[Arm], model: str, steps: int, cache: str, tiny: bool) -> list[Job]:
     """Jobs that train on the same text; the second is the first with the rows of each batch reversed."""
     batch_size, length = (2, 32) if tiny else (8, 1024)
     jobs = [
         Job(
-            model="llama3_1b",
+            model=model,
             arm=str(arm),
             shapes=((batch_size, length),),
             warm_up=0,
@@ -269,7 +283,8 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
             console.print(table(found))
         if options.text_steps:
             cache = str(default_cache_dir())
-            runs = text_jobs(options.text_arms, 3 if options.quick else options.text_steps, cache, options.quick)
+            text_steps = 3 if options.quick else options.text_steps
+            runs = text_jobs(options.text_arms, options.text_model, text_steps, cache, options.quick)
             for row in run_jobs(runs, in_process=options.quick, timeout=options.timeout):
                 writer.write(row)
                 rows.append(row)
@@ -282,7 +297,7 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
 def _run_seeds(options: argparse.Namespace, path: Path, cache: str, console: Console) -> bool:
     """Trains the runs that are missing in a file, adds them to it and prints a table of all."""
     tiny = options.quick
-    jobs = seeds.make_jobs(options.seeds_arms, options.seeds, 3 if tiny else options.seeds_steps, cache, tiny)
+    jobs = seeds.make_jobs(options.seeds_arms, options.seeds_model, options.seeds, 3 if tiny else options.seeds_steps, cache, tiny)
     rows = [Row.from_json(line) for line in read_results(path).lines] if path.exists() else []
     text(jobs[0], jobs[0].shapes[0][1])  # tokenizes once, before several processes read it
     with Writer(path, environment(), "convergence_seeds", append=True) as writer:

@@ -29,11 +29,13 @@ def free_port() -> int:
 class _Processes:
     """The processes of one job, waiting for it."""
 
-    def __init__(self, job: Job, folder: Path, command: Sequence[str]) -> None:
+    def __init__(self, job: Job, folder: Path, command: Sequence[str], device: str | None) -> None:
         self.job, self.folder = job, folder
         self._processes = []
         for rank in range(job.devices):
             environment = dict(os.environ, PYTHONUNBUFFERED="1")
+            if device is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = device
             if job.devices > 1:
                 # Lightning takes processes with these variables for started from outside.
                 environment |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -107,6 +109,7 @@ def run_jobs(
     in_process: bool = False,
     timeout: float = 570.0,
     command: Sequence[str] = WORKER,
+    device: str | None = None,
 ) -> Iterator[Row]:
     """Rows of each job, as soon as the job has ended.
 
@@ -115,6 +118,7 @@ def run_jobs(
         in_process: Whether to train in this process: a trial on a CPU without the time that processes take to start.
         timeout: Seconds after which a job is ended.
         command: The program that trains a job.
+        device: The GPU of all jobs, as in ``CUDA_VISIBLE_DEVICES`` (default: those of this process).
     """
     waiting = list(jobs)
     if in_process:
@@ -127,7 +131,7 @@ def run_jobs(
         def start_next() -> None:
             if waiting:
                 place = Path(tempfile.mkdtemp(dir=folder))
-                started.append(_Processes(waiting.pop(0), place, command))
+                started.append(_Processes(waiting.pop(0), place, command, device))
 
         try:
             start_next()

@@ -7,12 +7,15 @@ of its mean difference (Student's t) lies within ``MARGIN`` of the loss.
 
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import NamedTuple
 
+import torch
 from rich.table import Table
 
 from benchmarks.training.arms import Arm
@@ -44,19 +47,19 @@ class Difference(NamedTuple):
         return abs(self.mean) + self.half_width <= margin
 
 
-def make_jobs(arms: Sequence[Arm], num_seeds: int, steps: int, cache: str, tiny: bool) -> list[Job]:
+def make_jobs(arms: Sequence[Arm], model: str, num_seeds: int, steps: int, cache: str, tiny: bool) -> list[Job]:
     """Jobs of each arm, seed by seed; the second of each seed is the first with the rows of each batch reversed."""
     jobs = []
     for seed in range(num_seeds):
         mine = [
             Job(
-                model="llama_120m",
+                model=model,
                 precision="bf16-mixed",  # weights that are trained in bfloat16 lose small steps, which adds noise
                 arm=str(arm),
                 shapes=((2, 32) if tiny else (8, 1024),),
                 warm_up=0,
                 steps=steps,
-                learning_rate=6e-4,
+                learning_rate=6e-4 if model == "llama_120m" else 3e-4,
                 learning_rate_warm_up=max(1, steps // 5),
                 pretrains=True,  # without, runs that differ in rounding alone differ by more than the margin
                 text_cache=cache,
@@ -81,20 +84,31 @@ def missing(jobs: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
 
 
 def run(jobs: Sequence[Job], write: Callable[[Row], None], at_once: int, seconds: float, in_process: bool) -> None:
-    """Trains ``at_once`` jobs at a time, and starts none that would not end within ``seconds``."""
+    """Trains ``at_once`` jobs at a time on each GPU, and starts none that would not end within ``seconds``."""
     start, longest = time.monotonic(), 0.0
+    free: SimpleQueue[str] = SimpleQueue()
+    every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    for device in every.split(",") * at_once:
+        free.put(device)
 
     def train(job: Job) -> None:
+        device = free.get()
+        try:
+            train_on(device, job)
+        finally:
+            free.put(device)
+
+    def train_on(device: str, job: Job) -> None:
         nonlocal longest
         begin = time.monotonic()
         left = start + seconds - begin
         if left <= 1.1 * longest:
             return
-        for row in run_jobs([job], in_process=in_process, timeout=left):
+        for row in run_jobs([job], in_process=in_process, timeout=left, device=device):
             write(row)
         longest = max(longest, time.monotonic() - begin)
 
-    with ThreadPoolExecutor(1 if in_process else at_once) as threads:
+    with ThreadPoolExecutor(1 if in_process else free.qsize()) as threads:
         list(threads.map(train, jobs))
 
 
@@ -127,7 +141,7 @@ HEADER = ("run", "seeds", "held-out loss", "difference, 95% interval", "of the l
 
 
 def table(rows: Sequence[Row]) -> Table:
-    grid = Table(title="120M parameters on source code: differences from the first, by seed", title_justify="left")
+    grid = Table(title="Held-out loss on source code: differences from the first, by seed", title_justify="left")
     for column in HEADER:
         grid.add_column(column, justify="left" if column == "run" else "right")
     for row in cells(rows):

@@ -106,7 +106,6 @@ def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shar
 
     ``shards_packed`` says that it shards parameters bit by bit, whatever they stand for.
     """
-    is_fsdp1 = isinstance(strategy, FSDPStrategy)
     in_4bit, of_torchao = bool(settings.get("load_in_4bit")), settings.get("quant_method") == "torchao"
     shards = isinstance(strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy))
     # DDP copies parameters as views, which torchao's types do not have. Layers of bitsandbytes in 8 bits, and types of
@@ -122,10 +121,11 @@ def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shar
     if isinstance(strategy, FSDPStrategy) and strategy._state_dict_type == "sharded":  # which needs all parameters
         raise wrong_value("state_dict_type", "'full' with quantization, or use 'liger_model_parallel'", "sharded")
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
-    # FSDP joins parameters of one dtype to a flat one; all others leave integers alone, whatever the precision.
-    stored = {"bnb_4bit_quant_storage": dtype if is_fsdp1 else "uint8", **settings}
+    # FSDP joins parameters of one dtype to a flat one; FSDP2 took integers for trained until torch 2.13.
+    takes_integers = not isinstance(strategy, FSDPStrategy) and (not shards or torch.__version__ >= "2.13")
+    stored = {"bnb_4bit_quant_storage": dtype if shards else "uint8", **settings}
     storage = str(stored["bnb_4bit_quant_storage"]).removeprefix("torch.")
-    if storage not in ((dtype,) if is_fsdp1 else (dtype, "uint8", "int8")):
-        expected = f"{dtype!r}, the dtype of other parameters{'' if is_fsdp1 else ', or an integer one'}"
+    if storage not in ((dtype, "uint8", "int8") if takes_integers else (dtype,)):
+        expected = f"{dtype!r}, the dtype of other parameters{', or an integer one' if takes_integers else ''}"
         raise wrong_value("quantization['bnb_4bit_quant_storage']", expected, storage)
     return stored

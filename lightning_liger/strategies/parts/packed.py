@@ -22,16 +22,22 @@ def check_flattened(model: Module, mixed_precision: Any) -> None:
                 f"FSDP would round the bits of 4-bit weights, stored as {parameter.dtype}, to {dtype}: use precision"
                 " 'bf16-true', '16-true' or '32-true', or strategy='liger_model_parallel'"
             )
+    _check_complete(model)
+
+
+def check_split(model: Module, **sizes: int) -> None:
+    """Raises ValueError if ranks would split layers whose weights are packed, or lack some bits."""
+    for name, size in sizes.items():
+        if size > 1 and packed_parameters(model):
+            raise wrong_value(name, "1 with weights in 4 bits, whose rows are not elements of a dimension", size)
+    _check_complete(model)
+
+
+def _check_complete(model: Module) -> None:
+    for parameter in packed_parameters(model):
         state: Any = getattr(parameter, "quant_state", None)
         if state is not None and state.shape.numel() > 2 * parameter.nbytes:  # the rest does not fill an element
             raise ValueError(
                 f"a 4-bit weight of shape {tuple(state.shape)} does not fill elements of {parameter.dtype}: use"
-                " strategy='liger_model_parallel'"
+                " strategy='liger_model_parallel' with bnb_4bit_quant_storage='uint8' and torch 2.13 or later"
             )
-
-
-def check_split(model: Module, **sizes: int) -> None:
-    """Raises ValueError if ranks would split layers whose weights are packed."""
-    for name, size in sizes.items():
-        if size > 1 and packed_parameters(model):
-            raise wrong_value(name, "1 with weights in 4 bits, whose rows are not elements of a dimension", size)

@@ -20,7 +20,12 @@ from lightning_liger import (
 from lightning_liger.patching.float8 import Float8Recipe
 from lightning_liger.strategies.parts.compilation import Compilation
 from tests.lightning_liger.strategies.workers.distributed import LM, build_model, make_batches
-from tests.lightning_liger.strategies.workers.trainings import fit, fit_with_fabric, rank_main
+from tests.lightning_liger.strategies.workers.trainings import (
+    assert_same_parameters,
+    fit,
+    fit_with_fabric,
+    rank_main,
+)
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama
 
 LAYERS = {"scope": "layers", "backend": "aot_eager", "dynamic": False}  # on CPUs tests of Inductor would take minutes
@@ -57,8 +62,9 @@ def results(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
-    for name in ("losses", "norms", "whole"):
+    for name in ("losses", "norms"):
         torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert_same_parameters(found["whole"], expected["whole"], 10 * tolerance)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -66,9 +72,9 @@ def test_ranks_train_as_eager_ones(ranks: Any, name: str) -> None:
     for found, expected in zip(ranks.of(name), ranks.of(f"{name}, eager"), strict=True):
         assert_same(found, expected, 2e-4 if ranks.device == "cuda" else 1e-5)
         if not name.startswith("fabric"):
-            assert found["plan"].startswith("compile={'scope': ")
+            assert "compile={'scope': " in found["plan"]  # on GPUs after what it says of cheap tensors
             assert found["plan"].endswith(" times in it and 0 times later")
-            assert expected["plan"] == ""
+            assert "compile" not in expected["plan"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
