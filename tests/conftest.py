@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores, or more: 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files that take long come first, so that processes that share the work end together.
     long = {item.path for item in items if "ranks" in item.fixturenames or item.path.parent == Path(__file__).parent}
+    long |= {path for path, number in Counter(item.path for item in items).items() if number > 150}
     items.sort(key=lambda item: item.path not in long)
     num_gpus = torch.cuda.device_count()
     for item in items:
