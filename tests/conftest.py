@@ -16,9 +16,9 @@ if not torch.cuda.is_available():
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub at import
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores, or more: further threads only get in the way
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
+# Threads cost more than they gain on tensors of the tests' sizes, and processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

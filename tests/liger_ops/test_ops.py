@@ -302,7 +302,12 @@ def test_selective_checkpointing_can_keep_what_our_ops_computed(case: OpCase, tr
     layouts=st.tuples(*2 * [st.sampled_from(LAYOUTS)]),
     seed=st.integers(0, 2**16),
 )
-@few(5)  # sizes and options are drawn in each op's own file
+@few(5)  # sizes and options are drawn in the file of each op that has one, there with kernels
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [(name, path) for name in CASES for path in ("reference", "kernel") if path != "kernel" or "token_log" in name],
+    indirect=True,
+)
 def test_no_less_accurate_than_plain_pytorch(
     sizes: Any, dtype: torch.dtype, layouts: tuple[str, str], seed: int, case: OpCase, device: torch.device
 ) -> None:

@@ -42,15 +42,6 @@ IS_OLDEST = Version(transformers.__version__) < Version("5.18")
 """Whether this is the oldest version of transformers that is allowed, which has fewer types."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they gain on tensors of this size."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def stock_model(model_type: str) -> PreTrainedModel:
     """The model, if the installed version of transformers can train it."""
     if model_type in NOT_TRAINED_BY_ALL_VERSIONS:
