@@ -15,14 +15,18 @@ if not torch.cuda.is_available():
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub at import
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores, or more: further threads only get in the way
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
+# Threads cost more than they gain on tensors of the tests' sizes, and processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+LONG = ("traced", "hub", "ops", "compile", "uses", "random_modules", "commands", "cli", "architectures", "memory")
+"""Names of files that take long, of those without ranks."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files that take long come first, so that processes that share the work end together.
     long = {item.path for item in items if "ranks" in item.fixturenames or item.path.parent == Path(__file__).parent}
+    long |= {item.path for item in items if item.path.stem.removeprefix("test_") in LONG}
     items.sort(key=lambda item: item.path not in long)
     num_gpus = torch.cuda.device_count()
     for item in items:

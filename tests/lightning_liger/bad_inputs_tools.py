@@ -15,7 +15,7 @@ from lightning_liger.estimate import inspect_model
 from lightning_liger.hardware import measure_matmul_flops
 from lightning_liger.monitor.flops import count_flops
 from tests.bad_inputs import row
-from tests.lightning_liger.lazy.twin import LABELS, MASK, Twin
+from tests.lightning_liger.lazy.twin import LABELS, Twin
 from tests.valid_calls import negative_log_probs
 
 IDS = LABELS[..., None]
@@ -60,9 +60,6 @@ LOGITS: list[tuple[Any, ...]] = [
         )
     ),
     (topk_log_probs, {"ids": IDS + 20}, "ids", "38", "vocab_size - 1 = 36"),
-    (topk_log_probs, {"ids": IDS, "mask": MASK[:1]}, "mask", "(1, 5)", "(2, 5)"),
-    (divergence, {"teacher_logits": real(), "token_weight": torch.ones(3)}, "token_weight", "(3,)", "(2, 5)"),
-    (divergence, {"teacher_logits": real()[:, 1:]}, "teacher_logits", "(2, 4, 37)", "(2, 5)"),
     (divergence, {"teacher_logits": real()[..., 1:]}, "vocab", "36", "'common'"),
 ]
 

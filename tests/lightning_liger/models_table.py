@@ -84,8 +84,7 @@ def _cell(column: str, entries: Iterable[PatchEntry]) -> str:
 
 
 def _loss(model: PreTrainedModel) -> str:
-    loss = getattr(model(**tiny_inputs(model)), "loss", None)
-    if loss is None:
+    if "labels" not in tiny_inputs(model):
         return ""
     counters = getattr(model.get_output_embeddings(), "fusion_counters", None)
     is_fused = counters is not None and (counters.num_losses, counters.num_materialized) == (1, 0)
@@ -107,14 +106,21 @@ def _compiled(model_type: str) -> str:
     return f"{found['patched']} graph{'s' * (found['patched'] > 1)}{others}{logits}"
 
 
-def row(model_type: str) -> str:
-    """One line of the table."""
-    if model_type in UNBUILDABLE:
+def row(model_type: str, patched: PreTrainedModel | None, entries: Iterable[PatchEntry] = ()) -> str:
+    """One line of the table, of a patched model that has computed one loss, and of what was reported."""
+    if patched is None:
         return f"| {model_type} | not tried: {UNBUILDABLE[model_type]} | | | | | |\n"
+    cells = [_cell(column, entries) for column in COLUMNS]
+    return f"| {model_type} | {' | '.join(cells)} | {_loss(patched)} | {_compiled(model_type)} |\n"
+
+
+def _made_row(model_type: str) -> str:
+    if model_type in UNBUILDABLE:
+        return row(model_type, None)
     model = tiny_causal_lm(model_type)
     entries = apply_liger_kernels(model).entries
-    cells = [_cell(column, entries) for column in COLUMNS]
-    return f"| {model_type} | {' | '.join(cells)} | {_loss(model)} | {_compiled(model_type)} |\n"
+    model(**tiny_inputs(model))
+    return row(model_type, model, entries)
 
 
 def _days(first: str, last: str) -> int:
@@ -143,18 +149,15 @@ def summary() -> str:
     )
 
 
-def table(model_types: Iterable[str] = CAUSAL_LM_TYPES) -> str:
-    """The whole page."""
-    return HEADER.format(version=transformers.__version__) + "".join(map(row, model_types)) + summary()
-
-
 def main() -> None:
     """Writes the page to the path that the command line gives."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Path(sys.argv[1]).write_text(table(track(CAUSAL_LM_TYPES, "Patching")), encoding="utf-8")
+        rows = "".join(map(_made_row, track(CAUSAL_LM_TYPES, "Patching")))
+    page = HEADER.format(version=transformers.__version__) + rows + summary()
+    Path(sys.argv[1]).write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -71,10 +71,12 @@ def trained(tmp_path, arguments, capsys) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize(
     ("subcommand", "cores", "given", "expected"),
     [
-        *((name, 16, None, 2) for name in ("fit", "validate", "test")),
+        ("fit", 16, None, 2),
+        ("validate", 16, None, 2),
         ("predict", 16, None, 1),
         ("fit", 1, None, 1),
-        *((name, 16, number, number) for name in ("fit", "predict") for number in (1, 3)),
+        ("fit", 16, 1, 1),
+        ("predict", 16, 3, 3),
     ],
 )
 def test_devices_auto_without_a_gpu_is_two_cpu_processes_and_one_to_predict(

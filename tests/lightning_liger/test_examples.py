@@ -112,15 +112,6 @@ def loss_and_gradients(example: str, module: Any, batches: list[Any]) -> tuple[T
     }
 
 
-@pytest.fixture
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the sizes are tiny
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("example", PROGRAMS + OTHERS + OF_ONE_PROCESS)
 def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_path, monkeypatch):
@@ -163,7 +154,6 @@ def test_example_trains_by_the_definition_of_its_loss(example, accelerator, tmp_
         assert error < 1e-3 * gradient.norm() + 1e-6 * largest, (name, float(error), float(gradient.norm()))
 
 
-@pytest.mark.usefixtures("_one_thread")
 def test_module_in_plain_pytorch_gets_all_kernels(tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -174,7 +164,6 @@ def test_module_in_plain_pytorch_gets_all_kernels(tmp_path, monkeypatch):
     assert trainer.global_step == NUM_STEPS
 
 
-@pytest.mark.usefixtures("_one_thread")
 def test_fabric_loop_trains_and_saves(tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

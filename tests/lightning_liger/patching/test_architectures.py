@@ -1,4 +1,7 @@
-"""Every architecture of ``AutoModelForCausalLM``: patched against unpatched, and nothing but the instance changes."""
+"""Every architecture of ``AutoModelForCausalLM``: patched against unpatched, and nothing but the instance changes.
+
+What is replaced is what ``docs/models.md`` says.
+"""
 
 import copy
 import importlib.util
@@ -6,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from tests.lightning_liger.architectures import (
     tiny_causal_lm,
     tiny_inputs,
 )
+from tests.lightning_liger.models_table import row
 
 NOT_FUSED: dict[str, str] = {
     "musicgen": "its output embeddings are a list of heads, one for each codebook",
@@ -32,17 +37,9 @@ NOT_FUSED: dict[str, str] = {
 }
 """Types whose loss is not fused, and why. That of every other type is."""
 
+DOCUMENTED = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
 IS_OLDEST = Version(transformers.__version__) < Version("5.18")
 """Whether this is the oldest version of transformers that is allowed, which has fewer types."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they gain on tensors of this size."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def stock_model(model_type: str) -> PreTrainedModel:
@@ -153,6 +150,8 @@ def test_patched_model_is_the_same_but_for_its_logits(model_type: str) -> None:
         report = apply_liger_kernels(patched)
         trained = train(patched)
     assert_same_training(model, *trained, *wanted)
+    if f"in transformers {transformers.__version__}," in DOCUMENTED:
+        assert f"\n{row(model_type, patched, report.entries)}" in DOCUMENTED
     assert is_fused(patched) == (model_type not in NOT_FUSED)
 
     model.eval(), patched.eval()

@@ -94,14 +94,6 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
 """Options of a run, and the points at which it is resumed."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_one_process_goes_on_from_anywhere(way, tmp_path):
     options, names = WAYS[way]
