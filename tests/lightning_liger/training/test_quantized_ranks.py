@@ -57,12 +57,8 @@ class Module(LigerCausalLM):
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2, eps=1e-3)
 
     def configure_model(self) -> None:
-        is_new = getattr(self, "model", None) is None
-        super().configure_model()
-        generator = torch.Generator().manual_seed(torch.initial_seed())  # GPUs draw other numbers
-        for name, parameter in self.named_parameters():
-            if is_new and "lora_A" in name:
-                parameter.data.copy_(torch.empty(parameter.shape, device="cpu").uniform_(-0.1, 0.1, generator=generator))
+        with torch.device("cpu"):  # GPUs draw other numbers
+            super().configure_model()
 
     def on_train_start(self) -> None:
         super().on_train_start()
