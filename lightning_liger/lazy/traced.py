@@ -25,6 +25,7 @@ from liger_ops.backend import autocast_dtype, without_autocast
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.operations import cross_entropy_of_logits, nll_loss_of_logits
 from lightning_liger.lazy.steps import CHANGED, Period, clock
 from lightning_liger.lazy.table import name_of
 from lightning_liger.lazy.warning import warn_traced
@@ -375,26 +376,6 @@ def _tanh(x: TracedLogits) -> Any:
     return _changed(x, x.transform.dtype, scale=1.0, tanh_scale=x.transform.scale)
 
 
-def _cross_entropy(
-    x: TracedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    ndim = x.hidden_states.ndim
-    fits = x.vocab_dim == min(1, ndim - 1) and target.ndim == ndim - 1 and target.dtype == torch.int64
-    if not fits or size_average is not None or reduce is not None:
-        return NotImplemented
-    loss: Any = x.cross_entropy(
-        target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
-    return loss.to(torch.promote_types(x.transform.dtype, torch.float32))
-
-
 def _log_softmax(
     x: TracedLogits, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Any:
@@ -404,10 +385,6 @@ def _log_softmax(
         is_cast = autocast_dtype(x.hidden_states.device.type) is not None and x.transform.dtype != torch.float64
         dtype = torch.float32 if is_cast else x.transform.dtype
     return _changed(x, dtype, normalized=True)
-
-
-def _nll_loss(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
-    return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
 
 
 def _detach(x: TracedLogits) -> Any:
@@ -430,8 +407,8 @@ _RECORDED: dict[str, Callable[..., Any]] = {
     "divide": _divide,
     "true_divide": _divide,
     "tanh": _tanh,
-    "cross_entropy": _cross_entropy,
+    "cross_entropy": cross_entropy_of_logits,
     "log_softmax": _log_softmax,
-    "nll_loss": _nll_loss,
+    "nll_loss": nll_loss_of_logits,
     "detach": _detach,
 }
