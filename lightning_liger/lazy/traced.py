@@ -184,7 +184,7 @@ class TracedLogits(Tensor):
                 return _write(func, name, x, *args[1:], **kwargs)
         _warn_of(name, found)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*_each(_computed, args), **_each(_computed, kwargs))
+            return func(*_each(TracedLogits.compute, args), **_each(TracedLogits.compute, kwargs))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs lost the name
         return repr(self.as_lazy())
@@ -199,7 +199,7 @@ class TracedLogits(Tensor):
 @torch.compiler.disable
 def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of ``func`` in code that is not compiled, of what traced logits stand for there."""
-    return func(*_each(_settled, args), **_each(_settled, kwargs))
+    return func(*_each(TracedLogits.as_lazy, args), **_each(TracedLogits.as_lazy, kwargs))
 
 
 @torch.compiler.assume_constant_result  # so that it runs while the code is traced
@@ -208,20 +208,12 @@ def _name_of(func: Any) -> str:
 
 
 def _each(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``function`` of everything in containers, in code that can be traced."""
+    """The same containers with ``function`` of the traced logits in them, in code that can be traced."""
     if isinstance(tree, tuple | list):
         return type(tree)([_each(function, part) for part in tree])
     if isinstance(tree, dict):
         return {name: _each(function, part) for name, part in tree.items()}
-    return function(tree)
-
-
-def _settled(value: Any) -> Any:
-    return value.as_lazy() if isinstance(value, TracedLogits) else value
-
-
-def _computed(value: Any) -> Any:
-    return value.compute() if isinstance(value, TracedLogits) else value
+    return function(tree) if isinstance(tree, TracedLogits) else tree
 
 
 def _traced_in(tree: Any) -> list[TracedLogits]:
@@ -267,7 +259,7 @@ def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> 
     _warn_of(name, [x])
     values = x.compute()
     with torch._C.DisableTorchFunctionSubclass():
-        func(values, *_each(_computed, args), **_each(_computed, kwargs))
+        func(values, *_each(TracedLogits.compute, args), **_each(TracedLogits.compute, kwargs))
     if x.computed is None:
         x.computed, x.frame = values, ""
     x.memory.is_written = True

@@ -83,7 +83,6 @@ class CommonStrategy:
 
     @property
     def _plugin(self) -> Any:
-        """The precision plugin."""
         strategy: Any = self
         return getattr(strategy, "precision_plugin", None) or strategy.precision
 
