@@ -258,7 +258,7 @@ def _announced(strategy: Any) -> Iterator[None]:
     if not strategy.zero_stage_3 or is_deepspeed_zero3_enabled():
         yield
         return
-    config = SimpleNamespace(config=strategy.config, is_zero3=lambda: True)  # transformers refers to it weakly
+    config = _ZeroConfig(config=strategy.config, is_zero3=lambda: True)  # transformers refers to it weakly
     set_hf_deepspeed_config(config)
     try:
         yield
@@ -277,6 +277,10 @@ def _expose_lazy_logits(engine: "DeepSpeedEngine") -> None:
     for module in engine.module.modules():
         if not heads.isdisjoint(module.modules()):
             ALL_TENSORS.expose(module)
+
+
+class _ZeroConfig(SimpleNamespace):
+    """What transformers reads to build partitioned models; a plain namespace has no weak references."""
 
 
 @contextmanager
