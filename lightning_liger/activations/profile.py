@@ -120,8 +120,6 @@ def merge(profiles: Sequence[Profile]) -> Profile:
 
 @dataclass
 class _Measured:
-    """Of a layer so far."""
-
     mode: Mode
     sizes: LayerSizes = field(default_factory=LayerSizes)
     kept: int = 0

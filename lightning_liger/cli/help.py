@@ -80,7 +80,6 @@ class Formatter(DefaultHelpFormatter):
 
 
 def _shortened(option: str) -> str:
-    """The help of an option, with lines that are full."""
     name = option.strip().partition(" ")[0]
     # A default is in the parentheses that follow, too.
     option = re.sub(r"\s+Default:\s[^.]*\.(?=\s+\([^()]*default:\s(?!null))", "", option)

@@ -86,7 +86,6 @@ class _Names:
             yield f"{key} is not an option{hint}"
 
     def _for_class(self, key: str, value: Any) -> Iterator[str]:
-        """The mistakes in a class with options."""
         described = value if isinstance(value, dict) else {"class_path": value}
         path, options = described.get("class_path"), described.get("init_args")
         if isinstance(path, str):

@@ -273,7 +273,6 @@ def _check_part(part: str, end: float) -> Iterator[Check]:
 
 
 def _describe(op: str, results: Sequence[dict[str, Any]]) -> Check:
-    """The row of one op on all devices."""
     worst = max(results, key=lambda result: (bool(result["message"]), result["error"] / (result["allowed"] or 1.0)))
     if worst["message"] and worst["is_unsupported"]:
         return Check("Ops", op, "missing", worst["message"])

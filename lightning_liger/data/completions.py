@@ -88,7 +88,9 @@ class PromptCompletionDataModule(_SupervisedDataModule):
     @override
     def _tokens(self, record: Record, encoder: Encoder) -> tuple[list[int], list[int]]:
         if record.has("instruction") and not record.has("prompt"):
-            prompt: Text = _alpaca_prompt(record)
+            text = record.text("input") if record.has("input") else ""
+            more, text = (_ALPACA_WITH_INPUT, f"\n\n### Input:\n{text}") if text else ("", "")
+            prompt: Text = _ALPACA.format(more=more, instruction=record.text("instruction"), input=text)
             completion: Text = record.text("output")
         else:
             prompt, completion = record.text_or_messages("prompt"), record.text_or_messages("completion")
@@ -126,12 +128,6 @@ class ConversationDataModule(_SupervisedDataModule):
         if is_shared:
             messages = [_sharegpt(record, turn) for turn in messages]
         return encoder.conversation(record, record.as_messages("messages", messages), self.train_on)
-
-
-def _alpaca_prompt(record: Record) -> str:
-    text = record.text("input") if record.has("input") else ""
-    more, text = (_ALPACA_WITH_INPUT, f"\n\n### Input:\n{text}") if text else ("", "")
-    return _ALPACA.format(more=more, instruction=record.text("instruction"), input=text)
 
 
 def _sharegpt(record: Record, turn: Any) -> Message:

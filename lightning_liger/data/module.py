@@ -386,7 +386,6 @@ class TokenizedDataModule(BatchesDataModule):
         raise NotImplementedError
 
     def _items(self, split: Split) -> Iterable[Any]:
-        """The documents or records of a split."""
         if self.validation_path is not None:
             return self._read(split)
         held_out = held_out_places(sum(1 for _ in self._read("train")), self.validation_fraction, self.seed)

@@ -105,7 +105,6 @@ def write_teacher_topk(
 
 
 def _checked(name: str, row: Any, top_k: int | None) -> dict[str, np.ndarray]:
-    """The row as arrays of the layout."""
     if not isinstance(row, Mapping):
         raise wrong_type(name, "a mapping of arrays", row)
     row = {"labels": row.get("input_ids"), **{key: value for key, value in row.items() if value is not None}}

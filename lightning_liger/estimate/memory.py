@@ -246,7 +246,6 @@ def inspect_model(
 
 
 def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
-    """The bytes of a budget, None without."""
     if memory_budget is None:
         return None
     if memory_budget != "auto":
@@ -261,7 +260,6 @@ def _limit(memory_budget: float | str | None, gpu: Gpu | None) -> int | None:
 
 
 def _rows(step: Step, implementation: Implementation, budget: int | None, limit: int | None) -> Iterator[Row]:
-    """The rows of one implementation."""
 
     def row(activations: str, modes: Sequence[Mode], most: int | None, words: str | None = None) -> Row:
         num_bytes = step.peak(modes)

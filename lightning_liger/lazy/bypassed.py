@@ -54,8 +54,8 @@ def is_engines(hook: Any = None, engines: tuple[str, ...] = _ENGINES) -> bool:
     return f"{getattr(hook, '__module__', None)}.".startswith(engines)
 
 
-def found(kind: type[Tensor], tree: Any) -> list[Any]:
-    """The tensors of a class in a function's arguments."""
+def found(kind: type | tuple[type, ...], tree: Any) -> list[Any]:
+    """The objects of a class in a function's arguments or result."""
     if isinstance(tree, kind):
         return [tree]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()

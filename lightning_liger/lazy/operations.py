@@ -27,11 +27,11 @@ _MASKS = (torch.bool, torch.uint8)
 _RECORDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_vocab(x: LazyLogits, dim: Any) -> bool:
+def is_vocab(x: Any, dim: Any) -> bool:
     """Whether a dimension, or a sequence of one, is the vocabulary's."""
     if isinstance(dim, tuple | list) and len(dim) == 1:
         dim = dim[0]
-    ndim = x.twin.ndim  # a plain tensor answers faster
+    ndim = x.hidden_states.ndim  # a plain tensor answers faster
     return isinstance(dim, int) and -ndim <= dim < ndim and dim % ndim == x.vocab_dim % ndim
 
 
@@ -358,8 +358,8 @@ def _getitem_pairs(x: LazyLogits, tokens: list[Any], labels: Tensor) -> Any:
 
 
 @implements("cross_entropy")
-def _cross_entropy(
-    x: LazyLogits,
+def cross_entropy_of_logits(
+    x: Any,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -368,20 +368,21 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """Of lazy logits, or of traced ones."""
     # PyTorch expects classes in dimension 1, or 0 of one token, and their indices.
-    ndim = x.twin.ndim
+    ndim = x.hidden_states.ndim
     if not is_vocab(x, min(1, ndim - 1)) or target.ndim != ndim - 1 or target.dtype != torch.int64:
         return NotImplemented
     if size_average is not None or reduce is not None:  # the deprecated spelling
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing}
     loss: Any = x.cross_entropy(target, weight, ignore_index=ignore_index, **options)
-    return loss.to(torch.promote_types(x.twin.dtype, torch.float32))  # a float64 head's logits may have been cast
+    return loss.to(torch.promote_types(x.transform.dtype, torch.float32))  # a float64 head's logits may have been cast
 
 
 @implements("nll_loss")
-def _nll_loss(x: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
+def nll_loss_of_logits(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return cross_entropy_of_logits(x, *args, **kwargs) if x.transform.normalized else NotImplemented
 
 
 @implements("gather")

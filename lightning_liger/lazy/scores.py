@@ -332,7 +332,6 @@ def _whole(value: Any) -> Any:
 
 
 def _real(logits: Tensor) -> Tensor:
-    """The real logits of this process."""
     if isinstance(logits, LazyLogits):
         logits = logits.real_values("token_scores")
     return logits.full_tensor() if isinstance(logits, DTensor) else logits

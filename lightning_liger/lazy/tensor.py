@@ -468,9 +468,7 @@ def _stand_in(lazy: LazyTensor) -> Tensor:
 
 def _storages(tree: Any) -> set[int]:
     """The addresses of the memory of all tensors in a result."""
-    if isinstance(tree, torch.UntypedStorage | torch.TypedStorage):
-        return {tree.data_ptr()}
-    if isinstance(tree, Tensor):  # DTensors and the like have no memory of their own
-        return {tree.untyped_storage().data_ptr()} - {0} if type(tree) is Tensor and tree.numel() else set()
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return set().union(*map(_storages, values))
+    shown = found((Tensor, torch.UntypedStorage, torch.TypedStorage), tree)
+    # DTensors and the like have no memory of their own.
+    own = [each for each in shown if not isinstance(each, Tensor) or (type(each) is Tensor and each.numel())]
+    return {(each.untyped_storage() if isinstance(each, Tensor) else each).data_ptr() for each in own} - {0}

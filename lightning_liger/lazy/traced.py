@@ -25,6 +25,7 @@ from liger_ops.backend import autocast_dtype, without_autocast
 from lightning_liger.lazy.expression import Expression
 from lightning_liger.lazy.head import HeadParameters, LogitTransform
 from lightning_liger.lazy.logits import LazyLogits
+from lightning_liger.lazy.operations import cross_entropy_of_logits, nll_loss_of_logits
 from lightning_liger.lazy.steps import CHANGED, Period, clock
 from lightning_liger.lazy.table import name_of
 from lightning_liger.lazy.warning import warn_traced
@@ -183,7 +184,7 @@ class TracedLogits(Tensor):
                 return _write(func, name, x, *args[1:], **kwargs)
         _warn_of(name, found)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*_each(_computed, args), **_each(_computed, kwargs))
+            return func(*_each(TracedLogits.compute, args), **_each(TracedLogits.compute, kwargs))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs lost the name
         return repr(self.as_lazy())
@@ -198,7 +199,7 @@ class TracedLogits(Tensor):
 @torch.compiler.disable
 def _outside(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of ``func`` in code that is not compiled, of what traced logits stand for there."""
-    return func(*_each(_settled, args), **_each(_settled, kwargs))
+    return func(*_each(TracedLogits.as_lazy, args), **_each(TracedLogits.as_lazy, kwargs))
 
 
 @torch.compiler.assume_constant_result  # so that it runs while the code is traced
@@ -207,20 +208,12 @@ def _name_of(func: Any) -> str:
 
 
 def _each(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``function`` of everything in containers, in code that can be traced."""
+    """The same containers with ``function`` of the traced logits in them, in code that can be traced."""
     if isinstance(tree, tuple | list):
         return type(tree)([_each(function, part) for part in tree])
     if isinstance(tree, dict):
         return {name: _each(function, part) for name, part in tree.items()}
-    return function(tree)
-
-
-def _settled(value: Any) -> Any:
-    return value.as_lazy() if isinstance(value, TracedLogits) else value
-
-
-def _computed(value: Any) -> Any:
-    return value.compute() if isinstance(value, TracedLogits) else value
+    return function(tree) if isinstance(tree, TracedLogits) else tree
 
 
 def _traced_in(tree: Any) -> list[TracedLogits]:
@@ -266,7 +259,7 @@ def _write(func: Any, name: str, x: TracedLogits, *args: Any, **kwargs: Any) -> 
     _warn_of(name, [x])
     values = x.compute()
     with torch._C.DisableTorchFunctionSubclass():
-        func(values, *_each(_computed, args), **_each(_computed, kwargs))
+        func(values, *_each(TracedLogits.compute, args), **_each(TracedLogits.compute, kwargs))
     if x.computed is None:
         x.computed, x.frame = values, ""
     x.memory.is_written = True
@@ -375,26 +368,6 @@ def _tanh(x: TracedLogits) -> Any:
     return _changed(x, x.transform.dtype, scale=1.0, tanh_scale=x.transform.scale)
 
 
-def _cross_entropy(
-    x: TracedLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    ndim = x.hidden_states.ndim
-    fits = x.vocab_dim == min(1, ndim - 1) and target.ndim == ndim - 1 and target.dtype == torch.int64
-    if not fits or size_average is not None or reduce is not None:
-        return NotImplemented
-    loss: Any = x.cross_entropy(
-        target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
-    return loss.to(torch.promote_types(x.transform.dtype, torch.float32))
-
-
 def _log_softmax(
     x: TracedLogits, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Any:
@@ -404,10 +377,6 @@ def _log_softmax(
         is_cast = autocast_dtype(x.hidden_states.device.type) is not None and x.transform.dtype != torch.float64
         dtype = torch.float32 if is_cast else x.transform.dtype
     return _changed(x, dtype, normalized=True)
-
-
-def _nll_loss(x: TracedLogits, *args: Any, **kwargs: Any) -> Any:
-    return _cross_entropy(x, *args, **kwargs) if x.transform.normalized else NotImplemented
 
 
 def _detach(x: TracedLogits) -> Any:
@@ -424,14 +393,11 @@ _RECORDED: dict[str, Callable[..., Any]] = {
     "double": lambda x: _cast(x, torch.float64),
     "contiguous": lambda x: x,
     "clone": lambda x: _changed(x, x.transform.dtype),
-    "mul": _scale,
-    "multiply": _scale,
-    "div": _divide,
-    "divide": _divide,
-    "true_divide": _divide,
+    **dict.fromkeys(("mul", "multiply"), _scale),
+    **dict.fromkeys(("div", "divide", "true_divide"), _divide),
     "tanh": _tanh,
-    "cross_entropy": _cross_entropy,
+    "cross_entropy": cross_entropy_of_logits,
     "log_softmax": _log_softmax,
-    "nll_loss": _nll_loss,
+    "nll_loss": nll_loss_of_logits,
     "detach": _detach,
 }

@@ -294,7 +294,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return rows._replace(extras={"weights": weights, "completion": completions.mask})
 
     def _num_tokens(self, rows: Rows) -> Tensor:
-        """The number of completion tokens of each sequence, ``[num_sequences]``."""
         return rows.sums(rows.extras["completion"])
 
     def _num_nll_tokens(self, rows: Rows) -> Tensor:
@@ -378,7 +377,6 @@ class LigerPreferenceMixin(LigerReferenceMixin):
         return options.losses(pairs)
 
     def _labeled_loss(self, stage: str, batch: Mapping[str, Any], rows: Rows) -> StepLoss:
-        """The loss of completions with labels."""
         options = cast(KTOOptions, self.preference_loss)
         check_tensor("batch['label']", batch.get("label"))
         check_shape("batch['label']", batch["label"], (rows.num_sequences,), "one label for each sequence")

@@ -1,6 +1,6 @@
 """The part of a checkpoint that differs between ranks: random states, positions of loaders, state of the module."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities import move_data_to_device
@@ -16,19 +16,11 @@ CHECKPOINT_KEY = "lightning_liger"
 """The key of a checkpoint under which the states of all ranks are."""
 
 
-@runtime_checkable
-class HasRankState(Protocol):
-    """A LightningModule with state that differs between ranks and is not in its ``state_dict``."""
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """The state of this rank; tensors and plain Python objects only."""
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state that :meth:`rank_state_dict` returned."""
-
-
 class RankStates:
     """Adds the state of each rank to the Trainer's checkpoints, and restores it when training resumes.
+
+    Of the module it is what ``rank_state_dict`` returns, of tensors and plain Python objects, and
+    ``load_rank_state_dict`` takes, if the module has these methods.
 
     A checkpoint saved between the micro-batches of an optimizer step resumes at the beginning of that step, because
     gradients are not saved: the state at that beginning is kept until the step is over.
@@ -132,8 +124,8 @@ class RankStates:
         self._step_start = self._before_validation = None
         if self._loaded is None:
             return
-        module = trainer.lightning_module
-        if self._loaded["module"] is not None and isinstance(module, HasRankState):
+        module: Any = trainer.lightning_module
+        if self._loaded["module"] is not None and hasattr(module, "load_rank_state_dict"):
             module.load_rank_state_dict(self._loaded["module"])
         if _random_state_before_fetch(trainer) is None:
             set_random_state(self._loaded["random_state"])
@@ -147,9 +139,8 @@ def is_fitting(trainer: L.Trainer) -> bool:
 
 def _state(trainer: L.Trainer, before: dict[str, Any] | None) -> dict[str, Any]:
     """The current state of this rank, with the random state of ``before`` if there is one."""
-    module = trainer.lightning_module
-    module_state = module.rank_state_dict() if isinstance(module, HasRankState) else None
-    return {"random_state": before or random_state(), "module": module_state}
+    save: Any = getattr(trainer.lightning_module, "rank_state_dict", lambda: None)
+    return {"random_state": before or random_state(), "module": save()}
 
 
 def _random_state_before_fetch(trainer: L.Trainer) -> dict[str, Any] | None:

@@ -48,8 +48,11 @@ class GracefulShutdown:
         # By default Lightning starts the other processes of a machine from the first one.
         environment = getattr(trainer.strategy, "cluster_environment", None)
         self._is_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
-        if self._is_child:
-            _end_with_parent()
+        parent = psutil.Process().parent() if self._is_child else None
+        # Makes Linux kill this process when its parent ends, for which NCCL would wait half an hour; but processes that
+        # a shell started by hand must not end with it.
+        if parent is not None and parent.name().startswith("python"):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def _handle(self, trainer: L.Trainer, *_: Any) -> None:
         launcher = trainer.strategy.launcher
@@ -82,11 +85,3 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def _has_several_ranks(trainer: L.Trainer) -> bool:
     return dist.is_initialized() and trainer.world_size > 1
-
-
-def _end_with_parent() -> None:
-    """Makes Linux kill this process when its parent ends; NCCL would wait half an hour for it."""
-    parent = psutil.Process().parent()
-    # Processes that a shell started by hand must not end with it.
-    if parent is not None and parent.name().startswith("python"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -14,9 +14,17 @@ from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.patching.float8 import Float8Choice
 from lightning_liger.resuming.atomic_io import atomic_by_default
-from lightning_liger.strategies.parts.activations import ActivationControl, announce_plan, check_engine
+from lightning_liger.strategies.parts.activations import (
+    ActivationCheckpointing,
+    ActivationControl,
+    MemoryBudget,
+    announce_plan,
+    check_engine,
+)
 from lightning_liger.strategies.parts.checkpoints import Checkpoints
+from lightning_liger.strategies.parts.compilation import Compile
 from lightning_liger.strategies.parts.kernels import Kernels
+from lightning_liger.strategies.parts.policies import LayerPolicy
 
 _GIVEN_BY_LIGHTNING = {"self", "module", "device_id", "device_ids"}
 
@@ -32,23 +40,31 @@ class CommonStrategy:
     """Whether the engine can gather weights in float8."""
     _keeps_parameters = False
     """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
+    _shared_by: int | None = None
+    """The number of ranks that share each sequence, if they do."""
 
-    def _take(
+    def __init__(
         self,
-        kernels: KernelChoice,
-        fp8: Float8Choice,
-        fault_tolerance: bool,
-        activations: ActivationControl,
-        lightnings: dict[str, Any],
-        **others: Any,
+        kernels: KernelChoice = "auto",
+        *,
+        activation_checkpointing: ActivationCheckpointing | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        memory_budget: MemoryBudget | None = None,
+        fault_tolerance: bool = True,
+        fp8: Float8Choice = None,
+        cuda_graphs: bool = False,
+        compile: Compile = False,
+        **kwargs: Any,
     ) -> None:
-        """Takes the arguments of both, before Lightning's ``__init__`` gets its own; graphs go with no ``others``."""
         self.kernels, self.fp8, self.fault_tolerance = kernels, fp8, fault_tolerance
+        self._activations = ActivationControl(
+            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs, compile
+        )
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
-        self._activations = activations
-        check_engine(self, activations, fp8=fp8, **others)
-        self._checkpoints = Checkpoints(self, fault_tolerance, lightnings.get("checkpoint_io"))
-        self._refuse_unknown(lightnings)
+        check_engine(self, self._activations, fp8=fp8, context_parallel_size=self._shared_by)
+        self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
+        self._refuse_unknown(kwargs)
+        super().__init__(**kwargs)
 
     def _refuse_unknown(self, arguments: Collection[str]) -> None:
         """Raises TypeError for arguments that neither a class of the strategy nor the engine has, with similar names.
@@ -67,7 +83,6 @@ class CommonStrategy:
 
     @property
     def _plugin(self) -> Any:
-        """The precision plugin."""
         strategy: Any = self
         return getattr(strategy, "precision_plugin", None) or strategy.precision
 

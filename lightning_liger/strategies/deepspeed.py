@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import lightning.fabric.strategies.deepspeed as fabric_deepspeed
@@ -37,8 +38,32 @@ class _AnyDevice(CommonStrategy):
 
     config: Any
     parallel_devices: Any
+    zero_stage_3: Any
     _lightnings: Any
     """Lightning's strategy, whose set-up insists on CUDA."""
+
+    def __init__(self, kernels: KernelChoice = "auto", **kwargs: Any) -> None:
+        if find_spec("deepspeed") is None:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__} needs DeepSpeed, which is not installed:"
+                " pip install 'lightning-liger[deepspeed]'"
+            )
+        super().__init__(kernels, **kwargs)
+        self.config = copy.deepcopy(self.config)  # Lightning writes into the user's
+        # With offloaded states DeepSpeed accepts no optimizer but its own, which needs a compiler.
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        # Lightning sets this too where it makes the config: else only a few classes of optimizers are accepted.
+        self.config.setdefault("zero_allow_untested_optimizer", True)
+        if self.zero_stage_3 and self.fp8:
+            raise ValueError(
+                f"fp8={self.fp8!r} is not supported with DeepSpeed's stage 3, which frees weights that backward"
+                " multiplies by: use stage=2, or strategy='liger_fsdp'"
+            )
+        self._activations.layers_communicate = self.zero_stage_3  # which gathers parameters in each forward
+        if compiled := self._activations.compilation.name:
+            raise ValueError(f"{compiled} is not supported under DeepSpeed, which hooks into the modules of layers")
+        self._checkpoints.writes_itself = True
+        self._checkpoints.classes = _classes_in_checkpoints
 
     @property
     def root_device(self) -> torch.device:
@@ -97,7 +122,6 @@ class LigerDeepSpeedStrategy(_AnyDevice, TrainerStrategy, pytorch_deepspeed.Deep
         context_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        _check_installed(self)
         for name, value, neutral, instead in (
             ("on_nonfinite_grad", on_nonfinite_grad, "ignore", "DeepSpeed itself skips steps that overflow in fp16"),
             ("context_parallel_size", context_parallel_size, 1, "use 'liger_fsdp' or 'liger_ddp'"),
@@ -107,7 +131,6 @@ class LigerDeepSpeedStrategy(_AnyDevice, TrainerStrategy, pytorch_deepspeed.Deep
                 raise ValueError(f"{name}={value!r}, only {neutral!r}: {instead}")
         super().__init__(kernels, **kwargs)
         self.engine = _DeepSpeedGradients(self)
-        _adapt(self)
         # DeepSpeed's throughput logs alone use it; Lightning's own guess fails with loaders without a batch sampler.
         self.config.setdefault("train_micro_batch_size_per_gpu", 1)
 
@@ -199,9 +222,7 @@ class FabricLigerDeepSpeedStrategy(_AnyDevice, FabricStrategy, fabric_deepspeed.
     _lightnings = fabric_deepspeed.DeepSpeedStrategy
 
     def __init__(self, kernels: KernelChoice = "auto", **kwargs: Any) -> None:
-        _check_installed(self)
         super().__init__(kernels, **kwargs)
-        _adapt(self)
         self.config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is 1
 
     @contextmanager
@@ -223,32 +244,6 @@ class FabricLigerDeepSpeedStrategy(_AnyDevice, FabricStrategy, fabric_deepspeed.
         return engine, *others
 
 
-def _check_installed(strategy: object) -> None:
-    if find_spec("deepspeed") is None:
-        raise ModuleNotFoundError(
-            f"{type(strategy).__name__} needs DeepSpeed, which is not installed:"
-            " pip install 'lightning-liger[deepspeed]'"
-        )
-
-
-def _adapt(strategy: Any) -> None:
-    strategy.config = copy.deepcopy(strategy.config)  # Lightning writes into the user's
-    # With offloaded states DeepSpeed accepts no optimizer but its own, which needs a compiler.
-    strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
-    # Lightning sets this too where it makes the config: else only a few classes of optimizers are accepted.
-    strategy.config.setdefault("zero_allow_untested_optimizer", True)
-    if strategy.zero_stage_3 and strategy.fp8:
-        raise ValueError(
-            f"fp8={strategy.fp8!r} is not supported with DeepSpeed's stage 3, which frees weights that backward"
-            " multiplies by: use stage=2, or strategy='liger_fsdp'"
-        )
-    strategy._activations.layers_communicate = strategy.zero_stage_3  # which gathers parameters in each forward
-    if compiled := strategy._activations.compilation.name:
-        raise ValueError(f"{compiled} is not supported under DeepSpeed, which hooks into the modules of layers")
-    strategy._checkpoints.writes_itself = True
-    strategy._checkpoints.classes = _classes_in_checkpoints
-
-
 def _classes_in_checkpoints() -> tuple[type, ...]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -263,7 +258,7 @@ def _announced(strategy: Any) -> Iterator[None]:
     if not strategy.zero_stage_3 or is_deepspeed_zero3_enabled():
         yield
         return
-    config = _ZeroConfig(strategy.config)  # transformers refers to it weakly
+    config = _ZeroConfig(config=strategy.config, is_zero3=lambda: True)  # transformers refers to it weakly
     set_hf_deepspeed_config(config)
     try:
         yield
@@ -284,14 +279,8 @@ def _expose_lazy_logits(engine: "DeepSpeedEngine") -> None:
             ALL_TENSORS.expose(module)
 
 
-class _ZeroConfig:
-    """The configuration that transformers reads to build models whose parameters are partitioned as they are made."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-
-    def is_zero3(self) -> bool:
-        return True
+class _ZeroConfig(SimpleNamespace):
+    """What transformers reads to build partitioned models; a plain namespace has no weak references."""
 
 
 @contextmanager

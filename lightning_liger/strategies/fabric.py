@@ -6,38 +6,14 @@ from typing import Any
 from lightning.fabric.strategies import Strategy
 from torch.nn import Module
 
-from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.patching.float8 import Float8Choice
 from lightning_liger.strategies.common import CommonStrategy
-from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
 from lightning_liger.strategies.parts.buffers import convert_as_pretrained
-from lightning_liger.strategies.parts.compilation import Compile
 from lightning_liger.strategies.parts.optimizer_states import load_in_fabric
-from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.weights.meta_device import initialize
 
 
 class FabricStrategy(CommonStrategy, Strategy):
     """A mixin for strategies of Fabric."""
-
-    def __init__(
-        self,
-        kernels: KernelChoice = "auto",
-        *,
-        activation_checkpointing: ActivationCheckpointing | None = None,
-        activation_checkpointing_policy: LayerPolicy | None = None,
-        memory_budget: MemoryBudget | None = None,
-        fault_tolerance: bool = True,
-        fp8: Float8Choice = None,
-        cuda_graphs: bool = False,
-        compile: Compile = False,
-        **kwargs: Any,
-    ) -> None:
-        activations = ActivationControl(
-            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs, compile
-        )
-        self._take(kernels, fp8, fault_tolerance, activations, kwargs)
-        super().__init__(**kwargs)
 
     # Set-up
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import lightning.fabric.strategies.fsdp as fabric_fsdp
 import lightning.pytorch.strategies.fsdp as pytorch_fsdp
@@ -84,57 +84,75 @@ class BackwardRepair:
                 unit._handle.reshard(False)
 
 
-class _Sharding:
-    """Wraps the models of a strategy in FSDP.
+class _Shards(CommonStrategy):
+    """Wraps models in FSDP when they are set up. A mixin for both strategies."""
 
-    ``arguments`` are those of FSDP that neither the strategy nor Lightning's knows.
-    """
+    _wrapper = FullyShardedDataParallel
+    root_device: Any
+    cpu_offload: Any
+    mixed_precision: MixedPrecision | None
+    _state_dict_type: Literal["full", "sharded"]
 
     def __init__(
-        self, strategy: Any, auto_wrap_policy: LayerPolicy | None, sharding_strategy: Any, arguments: dict[str, Any]
+        self,
+        kernels: KernelChoice = "auto",
+        auto_wrap_policy: LayerPolicy | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
+        **kwargs: Any,
     ) -> None:
-        self._strategy = strategy
-        self._auto_wrap_policy = auto_wrap_policy
-        self._arguments = arguments
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
+        self._wrapped_layers = auto_wrap_policy
+        # Those of FSDP that neither this strategy nor Lightning's knows.
+        self._arguments: dict[str, Any] = vars(self)["_fsdp_kwargs" if isinstance(self, FabricStrategy) else "kwargs"]
         named = {name.lower(): each for name, each in ShardingStrategy.__members__.items()}
         found = named.get(str(sharding_strategy).lower(), sharding_strategy)
         if not isinstance(found, ShardingStrategy):
             raise wrong_value("sharding_strategy", f"one of {list(ShardingStrategy.__members__)}", sharding_strategy)
         # Not given to Lightning, which refuses hybrid sharding without a policy: ours may come from the model.
-        strategy.sharding_strategy = found
-        strategy._checkpoints.are_sharded = True
-        self._mesh_sizes = arguments.pop("device_mesh", None)
-        self.backward_repair = BackwardRepair()
+        self.sharding_strategy = found
+        self._checkpoints.are_sharded = True
+        self._checkpoints.writes_itself = isinstance(self, FabricStrategy) or self._state_dict_type == "sharded"
+        self._mesh_sizes = self._arguments.pop("device_mesh", None)
+        self._backward_repair = BackwardRepair()
 
-    def make_mesh(self) -> None:
-        """Makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
+    @property
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        plugin = self._plugin
+        return self.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
+
+    def setup_environment(self) -> None:
+        """Also makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
+        super().setup_environment()  # type: ignore[misc]  # of the next class
         sizes = self._mesh_sizes
         if isinstance(sizes, tuple):
             if math.prod(sizes) != dist.get_world_size():
                 raise ValueError(
                     f"device_mesh={sizes}: the product of the sizes must be world_size = {dist.get_world_size()}"
                 )
-            sizes = init_device_mesh(self._strategy.root_device.type, sizes)
+            sizes = init_device_mesh(self.root_device.type, sizes)
         if sizes is not None:
             self._arguments["device_mesh"] = sizes
 
-    def wrap(self, model: Module, precision: Any) -> Module:
-        """``model`` wrapped in FSDP, unless its user wrapped it. Lightning's set-up accepts a wrapped model as it is.
+    @override
+    def _prepare(self, model: Module) -> Module:
+        """Also wraps it in FSDP, unless its user did. Lightning's set-up accepts a wrapped model as it is.
 
         Lightning itself would pass FSDP a device index, which a CPU does not have.
         """
-        strategy = self._strategy
-        on_cpu = strategy.root_device.type == "cpu"
+        model, precision = super()._prepare(model), self._plugin
+        on_cpu = self.root_device.type == "cpu"
         if on_cpu and precision.scaler is not None and not precision.scaler.is_enabled():
             precision.scaler = ShardedGradScaler(device="cpu")  # Lightning's is for GPUs, and off without one
         root, parameters = vars(model).get(_ROOT, (None, []))
         if root is not None and set(parameters) == set(model.parameters()):
-            return self.backward_repair.watch(root)
+            return self._backward_repair.watch(root)
         pairs = tied_pairs(model)
         if _is_wrapped(model):
             check_head_units(model, pairs)
-            return self.backward_repair.watch(model)
-        layers = resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model)
+            return self._backward_repair.watch(model)
+        layers = resolve_policy("auto_wrap_policy", self._wrapped_layers, model) or unsplit_classes(model)
         if not layers:
             rank_zero_warn(
                 "auto_wrap_policy was not given and the model names no layers that must not be split: FSDP gathers all"
@@ -144,14 +162,14 @@ class _Sharding:
         if layers:
             arguments["auto_wrap_policy"] = ModuleWrapPolicy(layers) if isinstance(layers, set) else layers
         if has_meta_tensors(model) and arguments.get("param_init_fn") is None:
-            arguments["param_init_fn"] = Initializer(model, strategy.root_device)
+            arguments["param_init_fn"] = Initializer(model, self.root_device)
         detach_frozen_heads(model)
-        wanted, mixed_precision = strategy.sharding_strategy, strategy.mixed_precision_config
+        wanted, mixed_precision = self.sharding_strategy, self.mixed_precision_config
         check_flattened(model, mixed_precision)
         root = FullyShardedDataParallel(
             model,
-            device_id=strategy.root_device,
-            cpu_offload=None if on_cpu else strategy.cpu_offload,  # parameters are in CPU memory already
+            device_id=self.root_device,
+            cpu_offload=None if on_cpu else self.cpu_offload,  # parameters are in CPU memory already
             mixed_precision=mixed_precision,
             sharding_strategy=wanted,
             **arguments,
@@ -169,28 +187,7 @@ class _Sharding:
             root.register_comm_hook(root.process_group, _average)
         # Lightning sets up the bare module again for each stage; only this root can gather its parameters.
         vars(model)[_ROOT] = (root, list(model.parameters()))
-        return self.backward_repair.watch(root)
-
-
-class _Shards(CommonStrategy):
-    """Has models wrapped in FSDP when they are set up. A mixin for both strategies."""
-
-    _wrapper = FullyShardedDataParallel
-    _sharding: _Sharding
-    mixed_precision: MixedPrecision | None
-
-    @property
-    def mixed_precision_config(self) -> MixedPrecision | None:
-        plugin = self._plugin
-        return self.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]  # of the next class
-        self._sharding.make_mesh()
-
-    @override
-    def _prepare(self, model: Module) -> Module:
-        return self._sharding.wrap(super()._prepare(model), self._plugin)
+        return self._backward_repair.watch(root)
 
 
 class LigerFSDPStrategy(_Shards, TrainerStrategy, pytorch_fsdp.FSDPStrategy):
@@ -233,24 +230,11 @@ class LigerFSDPStrategy(_Shards, TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     """
 
     strategy_name = "liger_fsdp"
-
-    def __init__(
-        self,
-        kernels: KernelChoice = "auto",
-        auto_wrap_policy: LayerPolicy | None = None,
-        activation_checkpointing_policy: LayerPolicy | None = None,
-        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
-        **kwargs: Any,
-    ) -> None:
-        check_policy("auto_wrap_policy", auto_wrap_policy)
-        super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
-        self.engine.initializes_on_meta = True
-        self._checkpoints.writes_itself = kwargs.get("state_dict_type", "full") == "sharded"
-        self._sharding = _Sharding(self, auto_wrap_policy, sharding_strategy, self.kwargs)
+    _initializes_on_meta = True
 
     @override
     def _control_plugin(self, plugin: Any) -> None:
-        control_gradients(plugin, self.on_nonfinite_grad, self._sharding.backward_repair.context)
+        control_gradients(plugin, self.on_nonfinite_grad, self._backward_repair.context)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -296,32 +280,18 @@ class FabricLigerFSDPStrategy(_Shards, FabricStrategy, fabric_fsdp.FSDPStrategy)
     returns the norm, and raises if it is not finite unless ``error_if_nonfinite=False``.
     """
 
-    def __init__(
-        self,
-        kernels: KernelChoice = "auto",
-        auto_wrap_policy: LayerPolicy | None = None,
-        activation_checkpointing_policy: LayerPolicy | None = None,
-        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
-        **kwargs: Any,
-    ) -> None:
-        check_policy("auto_wrap_policy", auto_wrap_policy)
-        super().__init__(kernels, activation_checkpointing_policy=activation_checkpointing_policy, **kwargs)
-        self._checkpoints.writes_itself = True
-        self._saves_shards = kwargs.get("state_dict_type", "sharded") == "sharded"
-        self._sharding = _Sharding(self, auto_wrap_policy, sharding_strategy, self._fsdp_kwargs)
-
     @override
     def module_to_device(self, module: Module) -> None:
         """Does nothing: FSDP moves a module to its device."""
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        with self._sharding.backward_repair.context():
+        with self._backward_repair.context():
             super().backward(tensor, module, *args, **kwargs)
 
     @override
     def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._saves_shards and self.root_device.type == "cpu":
+        if self._state_dict_type != "sharded" and self.root_device.type == "cpu":
             raise ValueError(
                 "state_dict_type='full' is not supported on CPUs with Fabric, where FSDP would free what it saves;"
                 " expected state_dict_type='sharded'"

@@ -18,6 +18,7 @@ from liger_ops.arguments import check_integer, wrong_type, wrong_value
 from lightning_liger.activations.layers import unsplit_classes
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.patching.rules.linear import gather_in_float8
+from lightning_liger.strategies.common import CommonStrategy
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.expert_parallel import ExpertParallel, is_split
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads, tied_pairs
@@ -34,30 +35,50 @@ _SETUP_ORDER = (
 )
 
 
-class _Sharding:
-    """Shards the models of a strategy, which Lightning's ``__init__`` has made, by FSDP2 and tensor parallelism."""
+class _Shards(CommonStrategy):
+    """Shards models by FSDP2, tensor and expert parallelism when they are set up. A mixin for both strategies."""
 
-    def __init__(self, strategy: Any, auto_wrap_policy: Any, expert_parallel_size: int) -> None:
+    _gathers_float8 = True
+    root_device: Any
+
+    def __init__(
+        self,
+        kernels: KernelChoice = "auto",
+        auto_wrap_policy: list[str] | set[type[Module]] | None = None,
+        activation_checkpointing_policy: LayerPolicy | None = None,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            kernels,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **kwargs,
+        )
         check_policy("auto_wrap_policy", auto_wrap_policy, takes_functions=False)
-        if strategy._data_parallel_size != "auto":
-            check_integer("data_parallel_size", strategy._data_parallel_size, at_least=1)
-        check_integer("tensor_parallel_size", strategy._tensor_parallel_size, at_least=1)
+        if data_parallel_size != "auto":
+            check_integer("data_parallel_size", data_parallel_size, at_least=1)
+        check_integer("tensor_parallel_size", tensor_parallel_size, at_least=1)
         check_integer("expert_parallel_size", expert_parallel_size, at_least=1)
-        if expert_parallel_size > 1 and strategy._tensor_parallel_size > 1:
-            expected = f"1 with tensor_parallel_size={strategy._tensor_parallel_size}"
+        if expert_parallel_size > 1 and tensor_parallel_size > 1:
+            expected = f"1 with tensor_parallel_size={tensor_parallel_size}"
             raise wrong_value("expert_parallel_size", expected, expert_parallel_size)
-        compiled = strategy._activations.compilation.name
-        if compiled and strategy._tensor_parallel_size > 1:
-            raise ValueError(f"{compiled} needs tensor_parallel_size=1, got {strategy._tensor_parallel_size}")
-        self._strategy = strategy
-        self._auto_wrap_policy = auto_wrap_policy
-        strategy._checkpoints.are_sharded = True
+        compiled = self._activations.compilation.name
+        if compiled and tensor_parallel_size > 1:
+            raise ValueError(f"{compiled} needs tensor_parallel_size=1, got {tensor_parallel_size}")
+        self._wrapped_layers = auto_wrap_policy
+        self._checkpoints.are_sharded = True
+        saves_shards = kwargs.get("save_distributed_checkpoint", True)
+        self._checkpoints.writes_itself = saves_shards or isinstance(self, FabricStrategy)
         self._experts = ExpertParallel(expert_parallel_size)
-        strategy._activations.layers_communicate |= max(strategy._tensor_parallel_size, expert_parallel_size) > 1
+        self._activations.layers_communicate |= max(tensor_parallel_size, expert_parallel_size) > 1
 
-    def check_sizes(self) -> None:
+    def setup_environment(self) -> None:
         """Raises ValueError if the ranks that share layers do not divide the processes, before they start."""
-        strategy = self._strategy
+        strategy: Any = self
         num_processes, size = strategy.num_nodes * strategy.num_processes, strategy._tensor_parallel_size
         if num_processes % self._experts.size:
             expected = f"a divisor of the number of processes, {num_processes}"
@@ -68,8 +89,9 @@ class _Sharding:
                     "tensor_parallel_size", f"a divisor of the number of processes, {num_processes}", size
                 )
             strategy._data_parallel_size = num_processes // size
+        super().setup_environment()  # type: ignore[misc]  # of the next class
 
-    def shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
+    def _shard(self, model: Module, roots: list[Module], mesh: DeviceMesh) -> None:
         """Shards a whole ``model``; over data-parallel ranks, layers of the policy one by one, then ``roots``."""
         sizes = {"tensor_parallel_size": mesh["tensor_parallel"].size(), "expert_parallel_size": self._experts.size}
         check_split(model, **sizes)
@@ -80,12 +102,12 @@ class _Sharding:
         if mesh["tensor_parallel"].size() > 1 and not is_distributed(model):
             parallelize(model, mesh["tensor_parallel"])
         gather_in_float8(model)
-        experts, whole = self._experts.split(model, self._strategy.root_device)
+        experts, whole = self._experts.split(model, self.root_device)
         for unit in units:
             if unit not in experts:
                 fully_shard(unit, mesh=mesh["data_parallel"], ignored_params=whole)
 
-    def check_experts(self, model: Module) -> None:
+    def _check_experts(self, model: Module) -> None:
         """Raises ValueError if experts should be split, but someone else sharded the model."""
         if self._experts.size > 1 and not is_split(model):
             raise ValueError(
@@ -94,13 +116,13 @@ class _Sharding:
             )
 
     def _layer_classes(self, model: Module) -> tuple[type[Module], ...]:
-        return tuple(resolve_policy("auto_wrap_policy", self._auto_wrap_policy, model) or unsplit_classes(model))
+        return tuple(resolve_policy("auto_wrap_policy", self._wrapped_layers, model) or unsplit_classes(model))
 
-    def initialize(self, model: Module) -> None:
+    def _initialize(self, model: Module) -> None:
         """Gives a sharded model that is on the meta device memory and values, one layer or unit at a time."""
         layers = self._layer_classes(model)
         units = [module for module in model.modules() if isinstance(module, (FSDPModule, *layers))]
-        initialize(model, self._strategy.root_device, units)
+        initialize(model, self.root_device, units)
 
 
 def _expose_lazy_logits(model: Module) -> None:
@@ -115,7 +137,7 @@ def _expose_lazy_logits(model: Module) -> None:
             HIDDEN_STATES.expose(unit)
 
 
-class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelParallelStrategy):
+class LigerModelParallelStrategy(_Shards, TrainerStrategy, pytorch_model_parallel.ModelParallelStrategy):
     """Lightning's :class:`~lightning.pytorch.strategies.ModelParallelStrategy` with fused kernels and a fused loss.
 
     FSDP2 shards what ``configure_model`` did not shard over the data-parallel ranks: the layers that must not be split
@@ -146,33 +168,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
             without experts or that is sharded already, and sizes that cannot be divided by it.
     """
 
-    _gathers_float8 = True
-
-    def __init__(
-        self,
-        kernels: KernelChoice = "auto",
-        auto_wrap_policy: list[str] | set[type[Module]] | None = None,
-        activation_checkpointing_policy: LayerPolicy | None = None,
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: int = 1,
-        expert_parallel_size: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            kernels,
-            activation_checkpointing_policy=activation_checkpointing_policy,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            **kwargs,
-        )
-        self._sharding = _Sharding(self, auto_wrap_policy, expert_parallel_size)
-        self._checkpoints.writes_itself = kwargs.get("save_distributed_checkpoint", True)
-        self.engine.initializes_on_meta = True
-
-    @override
-    def setup_environment(self) -> None:
-        self._sharding.check_sizes()
-        super().setup_environment()
+    _initializes_on_meta = True
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -180,7 +176,7 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
         if has_meta_tensors(self.model):  # Lightning's set-up would give the model memory before it is sharded
             self.model = self._convert(self.precision_plugin.convert_module, self.model)
             self._shard_children(self.model)
-            self._sharding.initialize(self.model)
+            self._initialize(self.model)
         module: Any = self.lightning_module
         # Lightning insists on a configure_model that parallelizes; here it need not be there.
         stand_in = {} if is_overridden("configure_model", module) else {"configure_model": lambda: None}
@@ -204,11 +200,11 @@ class LigerModelParallelStrategy(TrainerStrategy, pytorch_model_parallel.ModelPa
 
     def _shard_children(self, model: Module) -> None:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
-            self._sharding.check_experts(model)
+            self._check_experts(model)
         else:
             units = list(dict.fromkeys(_units_below(model)))
             inside = {module for unit in units for module in unit.modules() if module is not unit}
-            self._sharding.shard(model, [unit for unit in units if unit not in inside], self.device_mesh)
+            self._shard(model, [unit for unit in units if unit not in inside], self.device_mesh)
 
 
 def _units_below(model: Module) -> Iterator[Module]:
@@ -220,7 +216,7 @@ def _units_below(model: Module) -> Iterator[Module]:
             yield child
 
 
-class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.ModelParallelStrategy):
+class FabricLigerModelParallelStrategy(_Shards, FabricStrategy, fabric_model_parallel.ModelParallelStrategy):
     """:class:`LigerModelParallelStrategy` for Fabric.
 
     Takes the same arguments, except for ``on_nonfinite_grad`` and ``context_parallel_size``, and ``parallelize_fn`` as
@@ -230,8 +226,6 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         RuntimeError: When an optimizer has parameters from before the model was sharded: set up the model with
             ``fabric.setup_module``, make the optimizer of its parameters, then call ``fabric.setup_optimizers``.
     """
-
-    _gathers_float8 = True
 
     def __init__(
         self,
@@ -249,29 +243,24 @@ class FabricLigerModelParallelStrategy(FabricStrategy, fabric_model_parallel.Mod
         self._parallelize = parallelize_fn or self._shard_whole
         super().__init__(
             kernels,
-            activation_checkpointing_policy=activation_checkpointing_policy,
+            auto_wrap_policy,
+            activation_checkpointing_policy,
+            data_parallel_size,
+            tensor_parallel_size,
+            expert_parallel_size,
             parallelize_fn=self._parallelize_and_initialize,
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
             **kwargs,
         )
-        self._sharding = _Sharding(self, auto_wrap_policy, expert_parallel_size)
-        self._checkpoints.writes_itself = True
-
-    @override
-    def setup_environment(self) -> None:
-        self._sharding.check_sizes()
-        super().setup_environment()
 
     def _shard_whole(self, module: Module, mesh: DeviceMesh) -> Module:
-        self._sharding.shard(module, [module], mesh)
+        self._shard(module, [module], mesh)
         return module
 
     def _parallelize_and_initialize(self, module: Module, mesh: DeviceMesh) -> Module:
         module = self._parallelize(module, mesh)
         if isinstance(module, Module):  # Lightning refuses anything else
-            self._sharding.check_experts(module)
-            self._sharding.initialize(module)
+            self._check_experts(module)
+            self._initialize(module)
             _expose_lazy_logits(module)
         return module
 

@@ -15,17 +15,13 @@ from torch.optim import Optimizer
 from liger_ops.arguments import check_choice
 from lightning_liger.activations.plan import Plan
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.patching.float8 import Float8Choice
 from lightning_liger.resuming.rank_state import RankStates
 from lightning_liger.resuming.safe_loading import check_is_of_trainer
 from lightning_liger.resuming.sigterm import GracefulShutdown
 from lightning_liger.sequences.context_parallel import ContextParallel, check_size
 from lightning_liger.strategies.common import CommonStrategy
-from lightning_liger.strategies.parts.activations import ActivationCheckpointing, ActivationControl, MemoryBudget
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
-from lightning_liger.strategies.parts.compilation import Compile
 from lightning_liger.strategies.parts.optimizer_states import load_in_trainer
-from lightning_liger.strategies.parts.policies import LayerPolicy
 from lightning_liger.strategies.precision import OnNonfiniteGrad, control_gradients, lazy_until_the_end_of, settled
 from lightning_liger.training.protocol import Engine
 from lightning_liger.weights.meta_device import initialize
@@ -44,39 +40,32 @@ class TrainerStrategy(CommonStrategy, Strategy):
     sharded over all ranks. In ``predict`` rows stay whole.
     """
 
+    _initializes_on_meta = False
+    """Whether models may be built on the meta device."""
+
     def __init__(
         self,
         kernels: KernelChoice = "auto",
         on_nonfinite_grad: OnNonfiniteGrad = "ignore",
         *,
         context_parallel_size: int = 1,
-        activation_checkpointing: ActivationCheckpointing | None = None,
-        activation_checkpointing_policy: LayerPolicy | None = None,
-        memory_budget: MemoryBudget | None = None,
-        fault_tolerance: bool = True,
-        fp8: Float8Choice = None,
-        cuda_graphs: bool = False,
-        compile: Compile = False,
         **kwargs: Any,
     ) -> None:
         check_choice("on_nonfinite_grad", on_nonfinite_grad, get_args(OnNonfiniteGrad))
         check_size(context_parallel_size, context_parallel_size)
         self.on_nonfinite_grad = on_nonfinite_grad
         self.context_parallel_size = context_parallel_size
+        self._shared_by = context_parallel_size if context_parallel_size > 1 else None
         self.context_parallel: ContextParallel | None = None
         self.engine = Engine(self)
         """The strategy as the module sees it."""
-        activations = ActivationControl(
-            activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs, compile
-        )
-        shared = context_parallel_size if context_parallel_size > 1 else None
-        self._take(kernels, fp8, fault_tolerance, activations, kwargs, context_parallel_size=shared)
-        self._activations.layers_communicate = context_parallel_size > 1
         self._stepped: Optimizer | None = None
         """The optimizer whose step used the gradients that are still there."""
         self._rank_states = RankStates()
         self._shutdown = GracefulShutdown()
-        super().__init__(**kwargs)
+        super().__init__(kernels, **kwargs)
+        self.engine.initializes_on_meta = self._initializes_on_meta
+        self._activations.layers_communicate = context_parallel_size > 1
 
     # Set-up
 

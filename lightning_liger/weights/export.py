@@ -76,7 +76,23 @@ def export_pretrained(
             kinds of dtypes of the checkpoint's tensors differ from the model's; the message names them. If ``private``
             is set without ``push_to_hub``, or for a repository that is public.
     """
-    _check_arguments(module, ckpt_path, output, tokenizer, max_shard_size, weights_only)
+    if not isinstance(module, L.LightningModule):
+        raise wrong_type("module", "a LightningModule", module)
+    check_path("ckpt_path", ckpt_path)
+    check_path("output", output)
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output must be a folder, got the file {str(output)!r}")
+    if folder.is_dir() and (files := sorted(file.name for file in folder.iterdir())):
+        raise ValueError(f"output must be a new or empty folder, got {str(output)!r}, which holds {shown(files)}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise wrong_type("tokenizer", "a Hugging Face tokenizer or None", tokenizer)
+    if isinstance(max_shard_size, str):
+        if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", max_shard_size.upper()):
+            raise wrong_value("max_shard_size", "a size such as '5GB' or '500MB'", max_shard_size)
+    else:
+        check_integer("max_shard_size", max_shard_size, at_least=1)
+    check_bool("weights_only", weights_only)
     if not isinstance(data, L.LightningDataModule):
         check_text("data", data, optional=True)
     check_bool("private", private)
@@ -147,30 +163,7 @@ def _prepare_repository(name: Any, private: bool) -> None:
             raise wrong_value("private", f"False, as the repository {name!r} exists and is public", private)
 
 
-def _check_arguments(
-    module: Any, ckpt_path: Any, output: Any, tokenizer: Any, max_shard_size: Any, weights_only: Any
-) -> None:
-    if not isinstance(module, L.LightningModule):
-        raise wrong_type("module", "a LightningModule", module)
-    check_path("ckpt_path", ckpt_path)
-    check_path("output", output)
-    folder = Path(output)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output must be a folder, got the file {str(output)!r}")
-    if folder.is_dir() and (files := sorted(file.name for file in folder.iterdir())):
-        raise ValueError(f"output must be a new or empty folder, got {str(output)!r}, which holds {shown(files)}")
-    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
-        raise wrong_type("tokenizer", "a Hugging Face tokenizer or None", tokenizer)
-    if isinstance(max_shard_size, str):
-        if not re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", max_shard_size.upper()):
-            raise wrong_value("max_shard_size", "a size such as '5GB' or '500MB'", max_shard_size)
-    else:
-        check_integer("max_shard_size", max_shard_size, at_least=1)
-    check_bool("weights_only", weights_only)
-
-
 def _read(path: Path, checkpoint: dict[str, Any]) -> dict[str, Tensor]:
-    """The state dict of the LightningModule."""
     if path.is_file():
         return {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
     metadata = path / ".metadata"

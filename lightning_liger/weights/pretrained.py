@@ -221,7 +221,6 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values()):

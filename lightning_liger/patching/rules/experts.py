@@ -192,9 +192,13 @@ class ExpertsReplacement(Replacement):
     ) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """A small copy of the module, and arguments for it."""
         probe = _small_copy(module, self, random, dtype)
-        x = random(
-            len(_INDEX), getattr(probe, self.down).shape[-1 if self.transposed else -2], dtype=dtype, scale=scale
-        )
+        down = getattr(probe, self.down)
+        hidden_size = down.shape[-1 if self.transposed else -2]
+        if self.num_tensors == 1:
+            x = random(4 * down.shape[0], hidden_size, dtype=dtype, scale=scale)
+            is_zero = torch.arange(len(x), device=x.device)[:, None] % 3 == 0
+            return probe, (x.detach().masked_fill(is_zero, 0.0).requires_grad_(),)
+        x = random(len(_INDEX), hidden_size, dtype=dtype, scale=scale)
         index = _INDEX.to(random.device).clamp(max=getattr(probe, self.gate_up).shape[0] - 1)
         return probe, (x, index, random(*_INDEX.shape, dtype=dtype))
 
@@ -257,15 +261,6 @@ class AllTokensReplacement(ExpertsReplacement):
         expert = torch.arange(num_experts, device=x.device).repeat_interleave(x.shape[0] // num_experts)
         index = torch.where((x != 0).any(-1), expert, -1).unsqueeze(-1)
         return super().run(module, x, index, torch.ones_like(index, dtype=x.dtype))
-
-    def small_call(
-        self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float
-    ) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        probe = _small_copy(module, self, random, dtype)
-        down = getattr(probe, self.down)
-        x = random(4 * down.shape[0], down.shape[-1 if self.transposed else -2], dtype=dtype, scale=scale)
-        is_zero = torch.arange(len(x), device=x.device)[:, None] % 3 == 0
-        return probe, (x.detach().masked_fill(is_zero, 0.0).requires_grad_(),)
 
 
 class ExpertsRule(Rule):

@@ -8,7 +8,6 @@ not prevent it.
 
 import inspect
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,25 +52,8 @@ _PROBES: tuple[tuple[torch.dtype | None, float], ...] = ((torch.float32, 1.0), (
 """Dtypes and sizes of inputs: float32 tells activations apart, large values show clamps; the module's own come last."""
 
 
-class _GatedReplacement(Replacement):
-    """A gated unit and what is around it."""
-
-    activation: str
-
-    @property
-    def kernel(self) -> str:
-        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
-
-    def verify(self, module: nn.Module) -> float:
-        return [self._compare(module, dtype, size) for dtype, size in _PROBES][-1]
-
-    @abstractmethod
-    def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
-        """The error for an input of this size and dtype, None for the module's own."""
-
-
 @dataclass(frozen=True)
-class MLPReplacement(_GatedReplacement):
+class MLPReplacement(Replacement):
     """``down(activation(gate(x)) * up(x))``, with a dropout before or after ``down``, both or none.
 
     SwiGLU may have constant factors that the module holds, of the gate inside the activation and of the output.
@@ -86,6 +68,10 @@ class MLPReplacement(_GatedReplacement):
     outer_dropout: str | None = None
     gate_multiplier: str | None = None  # names of attributes
     output_multiplier: str | None = None
+
+    @property
+    def kernel(self) -> str:
+        return next(kernel for kernel in _KERNELS if self.activation.startswith(kernel))
 
     @property
     def description(self) -> str:
@@ -154,6 +140,9 @@ class MLPReplacement(_GatedReplacement):
             options=options,
             before_output=None if is_compiling else end_recomputation_with,
         )
+
+    def verify(self, module: nn.Module) -> float:
+        return [self._compare(module, dtype, size) for dtype, size in _PROBES][-1]
 
     def _compare(self, module: nn.Module, dtype: torch.dtype | None, size: float) -> float:
         random, own = Randoms(module), own_dtype(module)

@@ -66,7 +66,6 @@ def _clip_whole_norm(parameters: list[Tensor], max_norm: float, norm_type: float
 
 @contextmanager
 def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hides the gradients of ``parameters`` in a block."""
     gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in gradients:
         parameter.grad = None

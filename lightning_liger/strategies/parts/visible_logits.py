@@ -8,6 +8,7 @@ to see and in how those are connected to the graph: see :class:`Exposure`.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Exposure:
         for position, leaf in logits.items():
             tensors = leaf.expression.tensors().values()
             leaves[position] = [t.view_as(t) for t in tensors] if self.shows_head else [_Connected.apply(*tensors)]
-        return [_Hidden(structure, logits), *leaves]
+        return [_Hidden(structure=structure, logits=logits), *leaves]
 
     def hide(self, module: Module, args: Any, output: Any) -> Any:
         """The forward hook after the engine's."""
@@ -86,14 +87,8 @@ class Exposure:
         wrapper.register_forward_hook(leave, always_call=True)
 
 
-class _Hidden:
+class _Hidden(SimpleNamespace):
     """What :meth:`Exposure.hide` puts back. No dataclass and no container, so that engines leave it alone."""
-
-    __slots__ = ("logits", "structure")
-
-    def __init__(self, structure: Any, logits: dict[int, LazyLogits]) -> None:
-        self.structure = structure
-        self.logits = logits
 
 
 class _Connected(torch.autograd.Function):

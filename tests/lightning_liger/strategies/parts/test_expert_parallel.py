@@ -203,7 +203,7 @@ def test_what_cannot_be_split_is_refused(ranks, name):
 def test_size_is_set_by_yaml(made_by_yaml):
     strategy = {"class_path": "lightning_liger.LigerModelParallelStrategy", "init_args": {"expert_parallel_size": 2}}
     with pytest.raises(ValueError, match="expert_parallel_size must be a divisor of the number of processes, 1, got 2"):
-        made_by_yaml(strategy)._sharding.check_sizes()
+        made_by_yaml(strategy).setup_environment()
 
 
 def test_lower_precision_trains_as_whole_experts(ranks):
