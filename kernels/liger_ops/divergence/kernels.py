@@ -33,13 +33,13 @@ _MIN_BLOCK_SIZE, _MAX_BLOCK_SIZE = 128, 4096
 def _load_pair(row_ptrs, columns, mask, transforms, KIND: tl.constexpr):
     """Tempered logits of both models; outside of the row -inf, or 0 for mse and cosine. ``mask`` may be None."""
     student_row_ptr, teacher_row_ptr = row_ptrs
-    student_scale, student_softcap, teacher_scale, teacher_softcap = transforms
+    student_scales, teacher_scales = transforms
     if mask is None:
-        z_s = transform(tl.load(student_row_ptr + columns), student_scale, student_softcap)
-        z_t = transform(tl.load(teacher_row_ptr + columns), teacher_scale, teacher_softcap)
+        z_s = transform(tl.load(student_row_ptr + columns), student_scales)
+        z_t = transform(tl.load(teacher_row_ptr + columns), teacher_scales)
     else:
-        z_s = transform(tl.load(student_row_ptr + columns, mask=mask, other=0.0), student_scale, student_softcap)
-        z_t = transform(tl.load(teacher_row_ptr + columns, mask=mask, other=0.0), teacher_scale, teacher_softcap)
+        z_s = transform(tl.load(student_row_ptr + columns, mask=mask, other=0.0), student_scales)
+        z_t = transform(tl.load(teacher_row_ptr + columns, mask=mask, other=0.0), teacher_scales)
         outside = -float("inf") if KIND < _MSE else 0.0
         z_s, z_t = tl.where(mask, z_s, outside), tl.where(mask, z_t, outside)
     return z_s, z_t
@@ -201,7 +201,7 @@ def divergence_kernel(
     BACKWARDS: tl.constexpr = KIND <= _MIXED or KIND >= _MSE  # the gradient's step
     num_groups: tl.constexpr = BLOCK_SIZE // GROUP
     places = (tl.arange(0, num_groups) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    transforms = (student_scale, student_softcap, teacher_scale, teacher_softcap)
+    transforms = ((student_scale, student_softcap), (teacher_scale, teacher_softcap))
     for tile in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row_number = tl.cast(tile, tl.int64)
         token = row_number
