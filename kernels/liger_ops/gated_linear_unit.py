@@ -281,8 +281,6 @@ _gated_unit_backward_in_place = backend.register_op("gated_unit_backward_", _bac
 
 
 class GatedUnitFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd."""
-
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -311,13 +309,13 @@ def _gated_unit(gate: Tensor, up: Tensor | None, activation: str, multiplier: fl
     return _compute(gate, up, activation, up is None, multiplier)
 
 
-def _compute(gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
+def _compute(*args: Any) -> Tensor:
+    gate, up, *_ = args
     if not backend.runs_on_triton(gate, up):
-        return gated_unit_reference(gate, up, activation, packed, multiplier)
+        return gated_unit_reference(*args)
     if backend.needs_graph(gate, up):
-        args = gate, up, activation, packed, multiplier
         return made(GatedUnitFunction.apply(*args), _compute, *args)
-    return _gated_unit_forward(gate, up, activation, packed, multiplier)
+    return _gated_unit_forward(*args)
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1.0) -> Tensor:

@@ -296,12 +296,12 @@ CASES = {
         lambda op, x, weight, bias: op(x, weight.shape, weight, bias, _EPS),
     ),
     "gated_rms_norm": Case(
-        lambda *tensors: sliced_norm_reference(*tensors, None, None, 1, _EPS, 0.0, "last", "silu", "gemma"),
+        lambda x, gate, w: sliced_norm_reference(x, gate, w, None, None, 1, _EPS, 0.0, "last", "silu", "gemma"),
         _norm(2, 1),
         lambda op, x, gate, weight: op(x, gate, weight, _EPS),
     ),
     "modulated_rms_norm": Case(
-        lambda x, *others: sliced_norm_reference(x, None, *others, 1, _EPS, 0.0, "none", "silu", "gemma"),
+        lambda x, w, a, b: sliced_norm_reference(x, None, w, a, b, 1, _EPS, 0.0, "none", "silu", "gemma"),
         _modulated,
         lambda op, x, weight, scale, shift: op(x, weight, scale, shift, _EPS),
     ),
@@ -316,14 +316,14 @@ CASES = {
     "relu_squared_mul": unit_case(relu_squared),
     "dyt": Case(dyt_reference, _dynamic),
     "poly_norm": Case(
-        lambda *tensors: poly_norm_reference(*tensors, _EPS),
+        lambda x, weight, bias: poly_norm_reference(x, weight, bias, _EPS),
         lambda sizes: ([_rows(sizes), torch.tensor([0.5, -0.75, 1.25]), torch.full((1,), 0.5)], []),
         lambda op, *tensors: op(*tensors, _EPS),
     ),
     "softmax": Case(lambda x: wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
     "sparsemax": Case(lambda x: softmax_reference(x, True), _norm(1, 0)),
     "multi_token_attention": Case(
-        lambda x, *others: F.conv2d(softmax_reference(x, False, True), *others, padding=1, groups=2).tril(),
+        lambda x, w, b: F.conv2d(softmax_reference(x, False, True), w, b, padding=1, groups=2).tril(),
         _attention_scores,
         functools.partial(_call, padding=1, groups=2),
     ),

@@ -186,7 +186,7 @@ def divergence_kernel(
     factor,  # of each divergence
     beta,
     rest,  # 1 - beta
-    student_scale,  # None for 1; see DivergenceOptions.student_transform
+    student_scale,  # None for 1; see DivergenceOptions.transforms
     student_softcap,  # None for none
     teacher_scale,
     teacher_softcap,
@@ -356,8 +356,8 @@ def launch_divergence(rows: Rows, vocab_size: int, step: int | None = None, sums
         return
     launch = choose_divergence_launch(num_columns, backend.hardware(student.device))
     transforms = {}
-    for name, each in (("student", options.student_transform), ("teacher", options.teacher_transform)):
-        transforms[f"{name}_scale"] = None if each.scale == 1.0 else float(each.scale)
+    for name, each in zip(("student", "teacher"), options.transforms, strict=True):
+        transforms[f"{name}_scale"] = None if each.logit_scale == 1.0 else float(each.logit_scale)
         transforms[f"{name}_softcap"] = None if each.softcap is None else float(each.softcap)
     divergence_kernel.launch(
         launch.num_programs(num_rows),

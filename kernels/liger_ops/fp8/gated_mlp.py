@@ -302,16 +302,8 @@ class GatedMLPFunction(torch.autograd.Function):
     """``[..., hidden_size]`` to ``[..., hidden_size]``; the weights of gate and up, or of both in one, then down's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        activation: str,
-        up_first: bool,
-        options: Float8Options,
-        before: BeforeOutput | None,
-        down: Tensor,
-        *gate_up_weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+        activation, up_first, options, before, down, *gate_up_weights = args
         dtype = backend.autocast_dtype(x.device.type) or x.dtype
         x_payload, x_scale = quantize_rows(backend.as_rows(x, x.shape[-1]))
         payloads, scale = quantize_weights(gate_up_weights)

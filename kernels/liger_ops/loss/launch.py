@@ -134,10 +134,6 @@ def _shared_arguments(
     }
 
 
-def _sum_of(class_weight: Tensor | None) -> Tensor | None:
-    return None if class_weight is None else class_weight.sum(dtype=torch.float32)
-
-
 def launch_loss(
     logits: Tensor,
     targets: Targets,
@@ -188,7 +184,7 @@ def launch_loss(
         **arguments,
         **{f"{name}_ptr": outputs.get(name) for name in ROW_OUTPUTS},
         labels_ptr=labels,
-        class_weight_sum_ptr=_sum_of(class_weight),
+        class_weight_sum_ptr=None if class_weight is None else class_weight.sum(dtype=torch.float32),
         token_weight_ptr=token_weight,
         token_index_ptr=token_index,
         mean_scale_ptr=mean_scale,
@@ -233,7 +229,7 @@ def launch_gradient(
         launch.num_programs(num_rows),
         **_shared_arguments(logits, grad_logits, class_weight, grad_scale, options),
         **{f"{name}_ptr": tokens.get(name) for name in GradientRows._fields},
-        class_weight_sum_ptr=None if with_factors else _sum_of(class_weight),
+        class_weight_sum_ptr=None if with_factors or class_weight is None else class_weight.sum(dtype=torch.float32),
         token_weight_ptr=token_weight,
         token_index_ptr=token_index,
         num_columns=num_columns,
