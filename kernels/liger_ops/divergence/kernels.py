@@ -177,15 +177,10 @@ def divergence_kernel(
     grad_scale_ptr,  # [] or [num_tokens], or None
     losses_ptr,  # [num_tokens], float32
     sums_ptr,  # [6, num_rows], float32: see rows.sum_rows; None but for single steps
-    student_row_stride,
-    teacher_row_stride,
-    grad_row_stride,
-    grad_scale_stride,
+    strides,  # of the rows of the first three, and of grad_scale
     num_rows,
     num_columns,
-    factor,  # of each divergence
-    beta,
-    rest,  # 1 - beta
+    numbers,  # factor of each divergence, beta, 1 - beta
     student_scale,  # None for 1; see DivergenceOptions.transforms
     student_softcap,  # None for none
     teacher_scale,
@@ -200,6 +195,8 @@ def divergence_kernel(
     """One program computes the divergence of every num_programs-th row and, on request, its gradient."""
     BACKWARDS: tl.constexpr = KIND <= _MIXED or KIND >= _MSE  # the gradient's step
     num_groups: tl.constexpr = BLOCK_SIZE // GROUP
+    student_row_stride, teacher_row_stride, grad_row_stride, grad_scale_stride = strides
+    factor, beta, rest = numbers
     places = (tl.arange(0, num_groups) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     transforms = ((student_scale, student_softcap), (teacher_scale, teacher_softcap))
     for tile in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -359,6 +356,9 @@ def launch_divergence(rows: Rows, vocab_size: int, step: int | None = None, sums
     for name, each in zip(("student", "teacher"), options.transforms, strict=True):
         transforms[f"{name}_scale"] = None if each.logit_scale == 1.0 else float(each.logit_scale)
         transforms[f"{name}_softcap"] = None if each.softcap is None else float(each.softcap)
+    factor, beta = options.factor / (vocab_size if options.resolved_kind == "mse" else 1), float(options.beta)
+    grad_row_stride = 0 if grad_logits is None else grad_logits.stride(0)
+    grad_scale_stride = grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0
     divergence_kernel.launch(
         launch.num_programs(num_rows),
         student_ptr=student,
@@ -370,15 +370,10 @@ def launch_divergence(rows: Rows, vocab_size: int, step: int | None = None, sums
         grad_scale_ptr=grad_scale,
         losses_ptr=losses,
         sums_ptr=sums,
-        student_row_stride=student.stride(0),
-        teacher_row_stride=teacher.stride(0),
-        grad_row_stride=0 if grad_logits is None else grad_logits.stride(0),
-        grad_scale_stride=grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
+        strides=(student.stride(0), teacher.stride(0), grad_row_stride, grad_scale_stride),
         num_rows=num_rows,
         num_columns=num_columns,
-        factor=options.factor / (vocab_size if options.resolved_kind == "mse" else 1),
-        beta=float(options.beta),
-        rest=1.0 - float(options.beta),
+        numbers=(float(factor), beta, 1.0 - beta),
         **transforms,
         STEP=step,
         HALF=step is None and torch.float32 not in (student.dtype, teacher.dtype),

@@ -107,9 +107,7 @@ def _gated_rows_backward_kernel(
     product_ptr,  # [num_rows, num_columns]
     grad_scale_ptr,  # [num_rows], of both gradients
     product_scale_ptr,  # [num_rows]
-    row_stride,  # of gate and up
-    payload_row_stride,  # of the gradients
-    product_row_stride,
+    row_strides,  # of gate and up, of the gradients and of the product
     num_rows,
     num_columns,
     ACTIVATION: tl.constexpr,
@@ -120,6 +118,7 @@ def _gated_rows_backward_kernel(
 
     A row fills the registers of a multiprocessor, which loads nothing meanwhile: the cache reads the next row ahead.
     """
+    row_stride, payload_row_stride, product_row_stride = row_strides
     columns = tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
     for index in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -224,9 +223,7 @@ def _gated_rows_backward(
         product_ptr=product,
         grad_scale_ptr=grad_scale,
         product_scale_ptr=product_scale,
-        row_stride=gate.stride(0),
-        payload_row_stride=grad_payload.stride(0),
-        product_row_stride=product.stride(0),
+        row_strides=(gate.stride(0), grad_payload.stride(0), product.stride(0)),
         num_rows=num_rows,
         num_columns=num_columns,
         ACTIVATION=activation,

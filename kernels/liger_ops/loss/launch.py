@@ -117,6 +117,8 @@ def _shared_arguments(
     options: TokenLossOptions,
 ) -> dict[str, Any]:
     """Arguments of both kernels."""
+    grad_row_stride = 0 if grad_logits is None else grad_logits.stride(0)
+    grad_scale_stride = grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0
     return {
         "logits_ptr": logits,
         "grad_logits_ptr": grad_logits,
@@ -124,9 +126,7 @@ def _shared_arguments(
         "grad_scale_ptr": grad_scale,
         "GROUP": _GROUP,
         "GROUPED": _grouping(logits, grad_logits),
-        "logits_row_stride": logits.stride(0),
-        "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
-        "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
+        "strides": (logits.stride(0), grad_row_stride, grad_scale_stride),
         "ignore_index": options.ignore_index,
         "softcap": options.softcap,
         "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale,

@@ -326,9 +326,7 @@ def loss_kernel(
     mean_logit_ptr,  # the mean by class weight, if there are any
     log_sum_sq_probs_ptr,
     temperature_ptr,  # [num_tokens], float32, or None
-    logits_row_stride,
-    grad_logits_row_stride,
-    grad_scale_stride,
+    strides,  # of the rows of logits and their gradient, and of grad_scale
     num_rows,
     vocab_size,
     ignore_index,
@@ -344,6 +342,7 @@ def loss_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """One program computes the loss of every num_programs-th row and, on request, its gradient."""
+    logits_row_stride, grad_logits_row_stride, grad_scale_stride = strides
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
     WITH_STATS: tl.constexpr = (entropy_ptr is not None) or (predictions_ptr is not None) or (correct_ptr is not None)
     WITH_SQUARES: tl.constexpr = log_sum_sq_probs_ptr is not None
@@ -452,9 +451,7 @@ def gradient_kernel(
     class_weight_sum_ptr,  # [] or None
     token_weight_ptr,  # [num_tokens] or None
     grad_scale_ptr,  # [] or [num_tokens]
-    logits_row_stride,
-    grad_logits_row_stride,
-    grad_scale_stride,
+    strides,  # of the rows of logits and their gradient, and of grad_scale
     num_columns,
     ignore_index,
     label_smoothing,  # None if there is nothing to subtract at every class
@@ -467,6 +464,7 @@ def gradient_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """One program writes the gradient of one row, which is all or a part of a token's logits."""
+    logits_row_stride, grad_logits_row_stride, grad_scale_stride = strides
     row = tl.program_id(0).to(tl.int64)
     token = row
     if token_index_ptr is not None:
