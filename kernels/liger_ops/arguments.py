@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _MAX_SHOWN = 200
+_NUMBERS = {int: (numbers.Integral, torch.SymInt), float: (numbers.Real, torch.SymInt, torch.SymFloat)}
 _FLOATING = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
@@ -71,7 +72,7 @@ def check_number(
 
     Tensors are refused: an option is a constant, and a learnable one would get no gradient.
     """
-    _check_real("a finite number", float, name, value, (above, at_least, below, at_most), optional)
+    _check_real(float, name, value, (above, at_least, below, at_most), optional)
 
 
 def check_integer(
@@ -85,21 +86,16 @@ def check_integer(
     """Raises unless ``value`` is an integer (and not a bool) within the bounds, or None if ``optional``."""
     if isinstance(value, int) and value.bit_length() > 63:  # no number of torch's
         at_most, at_least = 2**63 - 1 if at_most is None else at_most, -(2**63) if at_least is None else at_least
-    _check_real("an integer", int, name, value, (None, at_least, None, at_most), optional)
+    _check_real(int, name, value, (None, at_least, None, at_most), optional)
 
 
-def _check_real(
-    kind: str,
-    python_type: type,
-    name: str,
-    value: Any,
-    bounds: tuple[float | None, float | None, float | None, float | None],
-    optional: bool,
-) -> None:
+def _check_real(python_type: type, name: str, value: Any, bounds: tuple[Any, ...], optional: bool) -> None:
     if value is None and optional:
         return
     above, at_least, below, at_most = bounds
-    is_real = _is_real(value, python_type)
+    is_real = type(value) in (int, python_type) or (
+        isinstance(value, _NUMBERS[python_type]) and not isinstance(value, bool)
+    )
     if (
         is_real
         and (above is None or value > above)
@@ -111,18 +107,9 @@ def _check_real(
         return
     words = zip(("above", "of at least", "below", "at most"), bounds, strict=True)
     text = " and ".join(f"{word} {bound}" for word, bound in words if bound is not None)
+    kind = "an integer" if python_type is int else "a finite number"
     expected = f"{kind}{' ' if text else ''}{text}{' or None' if optional else ''}"
     raise (wrong_value if is_real else wrong_type)(name, expected, value)
-
-
-def _is_real(value: Any, python_type: type) -> bool:
-    if type(value) is int or type(value) is python_type:
-        return True
-    if isinstance(value, bool):
-        return False
-    if python_type is int:
-        return isinstance(value, numbers.Integral | torch.SymInt)
-    return isinstance(value, numbers.Real | torch.SymInt | torch.SymFloat)
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:

@@ -370,13 +370,14 @@ def _specialization(value: Any) -> Any:
     return kind
 
 
-def schema_of(fields: type) -> str:
-    """The fields of a NamedTuple as arguments in an op's schema."""
+def schema_of(fields: type | dict[str, Any]) -> str:
+    """The fields of a NamedTuple, or names with their annotations, as arguments in an op's schema."""
 
     def annotated() -> None: ...
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in fields.__annotations__.items()]
+    kinds = fields if isinstance(fields, dict) else fields.__annotations__
+    parameters = [inspect.Parameter(name, kind, annotation=each) for name, each in kinds.items()]
     annotated.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     return torch.library.infer_schema(annotated, mutates_args=()).rpartition(") -> ")[0].removeprefix("(")
 

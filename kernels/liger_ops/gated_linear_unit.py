@@ -120,14 +120,14 @@ def _gated_unit_forward_kernel(
     gate_ptr,  # [num_rows, num_columns]
     up_ptr,  # [num_rows, num_columns] or None
     y_ptr,  # [num_rows, num_columns], contiguous
-    gate_row_stride,
-    up_row_stride,
+    row_strides,  # of gate and up
     num_columns,
     multiplier,
     ACTIVATION: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes BLOCK_SIZE columns of one row of y."""
+    gate_row_stride, up_row_stride = row_strides
     blocks_per_row = (num_columns - 1) // BLOCK_SIZE + 1  # cdiv would overflow just below 2**31 columns
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -147,9 +147,7 @@ def _gated_unit_backward_kernel(
     up_ptr,  # [num_rows, num_columns] or None
     grad_gate_ptr,  # [num_rows, num_columns] or None
     grad_up_ptr,  # [num_rows, num_columns] or None
-    grad_y_row_stride,
-    gate_row_stride,
-    up_row_stride,
+    row_strides,  # of grad_y, gate and up
     grad_row_stride,  # of grad_gate and of grad_up
     num_columns,
     multiplier,
@@ -157,6 +155,7 @@ def _gated_unit_backward_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program computes BLOCK_SIZE columns of one row of the gradients."""
+    grad_y_row_stride, gate_row_stride, up_row_stride = row_strides
     blocks_per_row = (num_columns - 1) // BLOCK_SIZE + 1  # cdiv would overflow just below 2**31 columns
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
@@ -178,14 +177,14 @@ def _gated_unit_backward_kernel(
         tl.store(grad_up_ptr + grad_offsets, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
 
 
-def _as_rows(*tensors: Tensor | None) -> tuple[list[Tensor | None], list[int], int, int]:
+def _as_rows(*tensors: Tensor | None) -> tuple[list[Tensor | None], tuple[int, ...], int, int]:
     """Tensors of one shape as rows, copied only where they must be: tensors, row strides, rows and columns."""
     given = [tensor for tensor in tensors if tensor is not None]
     if all(tensor.is_contiguous() for tensor in given):
-        return list(tensors), [0] * len(tensors), 1, given[0].numel()  # one long row leaves no remainders
+        return list(tensors), (0,) * len(tensors), 1, given[0].numel()  # one long row leaves no remainders
     num_columns = given[0].shape[-1]
     rows = [None if tensor is None else backend.as_rows(tensor, num_columns) for tensor in tensors]
-    strides = [0 if row is None else row.stride(0) for row in rows]
+    strides = tuple([0 if row is None else row.stride(0) for row in rows])
     return rows, strides, given[0].numel() // num_columns, num_columns
 
 
@@ -208,15 +207,14 @@ def _gated_unit_forward(gate: Tensor, up: Tensor | None, activation: str, packed
         return y
     if packed:
         gate, up = _halves(gate)
-    (gate_rows, up_rows), (gate_row_stride, up_row_stride), num_rows, num_columns = _as_rows(gate, up)
+    (gate_rows, up_rows), strides, num_rows, num_columns = _as_rows(gate, up)
     block_size, num_warps = choose_launch(num_columns)
     _gated_unit_forward_kernel.launch(
         num_rows * -(-num_columns // block_size),
         gate_ptr=gate_rows,
         up_ptr=up_rows,
         y_ptr=y,
-        gate_row_stride=gate_row_stride,
-        up_row_stride=up_row_stride,
+        row_strides=strides,
         num_columns=num_columns,
         multiplier=multiplier,
         ACTIVATION=activation,
@@ -261,9 +259,7 @@ def _gradients(
         up_ptr=up_rows,
         grad_gate_ptr=grad_gate,
         grad_up_ptr=grad_up,
-        grad_y_row_stride=strides[0],
-        gate_row_stride=strides[1],
-        up_row_stride=strides[2],
+        row_strides=strides,
         grad_row_stride=num_columns * (2 if packed else 1),
         num_columns=num_columns,
         multiplier=multiplier,
@@ -281,8 +277,6 @@ _gated_unit_backward_in_place = backend.register_op("gated_unit_backward_", _bac
 
 
 class GatedUnitFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd."""
-
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -311,13 +305,13 @@ def _gated_unit(gate: Tensor, up: Tensor | None, activation: str, multiplier: fl
     return _compute(gate, up, activation, up is None, multiplier)
 
 
-def _compute(gate: Tensor, up: Tensor | None, activation: str, packed: bool, multiplier: float) -> Tensor:
+def _compute(*args: Any) -> Tensor:
+    gate, up, *_ = args
     if not backend.runs_on_triton(gate, up):
-        return gated_unit_reference(gate, up, activation, packed, multiplier)
+        return gated_unit_reference(*args)
     if backend.needs_graph(gate, up):
-        args = gate, up, activation, packed, multiplier
         return made(GatedUnitFunction.apply(*args), _compute, *args)
-    return _gated_unit_forward(gate, up, activation, packed, multiplier)
+    return _gated_unit_forward(*args)
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1.0) -> Tensor:

@@ -89,7 +89,7 @@ def multi_token_attention(
     if len(sizes) > 1 or min(sizes) < 1:
         expected = "a kernel_size whose output is square and not empty with stride, padding and dilation"
         raise wrong_value("weight", expected, weight)
-    chosen = probabilities(scores, sparse, True)
+    chosen = probabilities(scores, (sparse, True))
     parameters = weight.to(scores.dtype), None if bias is None else bias.to(scores.dtype)
     with backend.without_autocast(scores.device.type):
         return F.conv2d(chosen, *parameters, strides, paddings, dilations, groups).tril_()

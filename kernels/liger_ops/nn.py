@@ -369,7 +369,8 @@ class SparseMoE(nn.Module):
         self.hidden_size, self.top_k = hidden_size, top_k
         self.norm_topk_prob = norm_topk_prob
         self.gate = nn.Linear(hidden_size, num_experts, False, device, dtype)
-        self.experts = _Experts(hidden_size, intermediate_size, num_experts, activation, device, dtype)
+        sizes = hidden_size, intermediate_size, num_experts
+        self.experts = _Experts(*sizes, activation, device=device, dtype=dtype)
 
     def route(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The logits of all experts, ``[*, num_experts]``, each token's experts, and their factors, ``[*, top_k]``."""
@@ -392,17 +393,11 @@ class _Experts(nn.Module):
     """All experts, called as transformers calls them."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        activation: str,
-        device: Device,
-        dtype: Dtype,
+        self, hidden_size: int, intermediate_size: int, num_experts: int, activation: str, **factory: Any
     ) -> None:
         super().__init__()
         self.activation = activation
-        make = functools.partial(torch.empty, device=device, dtype=dtype)
+        make = functools.partial(torch.empty, **factory)
         self.gate_up_proj = nn.Parameter(make(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(make(num_experts, hidden_size, intermediate_size))
         self.reset_parameters()

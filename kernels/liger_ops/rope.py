@@ -59,12 +59,7 @@ def _join_tables(table: Tensor, mrope_sections: Any, interleaved: bool) -> Tenso
 
 
 def apply_rotary_reference(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    options: RotaryOptions,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, options: RotaryOptions
 ) -> tuple[Tensor, Tensor]:
     """The same rotation in plain PyTorch, in float32 or wider, rounded once."""
     tables = (table if position_ids is None else table[position_ids] for table in (cos, sin))
@@ -237,20 +232,14 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x_out if x_out.stride(-1) == 1 else torch.empty_like(x_out, memory_format=torch.contiguous_format)
 
 
-def _allocate(
-    q: Tensor,
-    k: Tensor,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    q_stride: list[int] | None,
-    k_stride: list[int] | None,
-) -> tuple[Tensor, Tensor]:
+def _allocate(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, q_dtype, k_dtype, q_stride, k_stride = others
     q_out = _empty_like(q, q_dtype) if q_stride is None else q.new_empty_strided(q.shape, q_stride, dtype=q_dtype)
     k_out = _empty_like(k, k_dtype) if k_stride is None else k.new_empty_strided(k.shape, k_stride, dtype=k_dtype)
     return q_out, k_out
 
 
-@backend.register_op("rotary", fake=lambda q, k, *others: _allocate(q, k, *others[-4:]))
+@backend.register_op("rotary", fake=_allocate)
 def _rotary(
     q: Tensor,
     k: Tensor,
@@ -324,21 +313,14 @@ def _rotary(
     return q_out, k_out
 
 
-def _rotate(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    options: RotaryOptions,
-) -> tuple[Tensor, Tensor]:
-    heads_dim, interleaved, keep_dtype = options
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    position_ids, (heads_dim, interleaved, keep_dtype) = others
     q_dtype, k_dtype = _output_dtype(q, cos, sin, keep_dtype), _output_dtype(k, cos, sin, keep_dtype)
     return _rotary(q, k, cos, sin, position_ids, heads_dim, interleaved, False, q_dtype, k_dtype, None, None)
 
 
 class RotaryFunction(torch.autograd.Function):
-    """Ties rotation and rotation back together for autograd; cos and sin get no gradient."""
+    """Rotation, and rotation back of gradients; cos and sin get none."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -361,33 +343,6 @@ class RotaryFunction(torch.autograd.Function):
             grad_k = grad_k.narrow(heads_dim, 0, 0)
         grad_q, grad_k = _rotary(grad_q, grad_k, *ctx.saved_tensors, *ctx.settings, True, *ctx.dtypes, *ctx.strides)
         return grad_q if needs_q else None, grad_k if needs_k else None, None, None, None, None
-
-
-def _check_shapes(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, position_ids: Tensor | None, has_sections: bool
-) -> None:
-    if q.dim() != 4:
-        raise wrong_value("q", "a tensor of 4 dimensions", q)
-    batch_size, seq_len, head_dim = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
-    if k.dim() != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[3]) != (batch_size, seq_len, head_dim):
-        expected = f"a tensor of q's shape {tuple(q.shape)} except for its number of heads, dimension {heads_dim}"
-        raise wrong_value("k", expected, k)
-    rotary_dim = cos.shape[-1] if cos.dim() else 0
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        expected = f"a tensor whose last dimension, rotary_dim, is even and at most head_dim = {head_dim}"
-        raise wrong_value("cos", expected, cos)
-    if position_ids is not None:
-        fits, expected = cos.dim() == 2, "[max_positions, rotary_dim], as position_ids are given"
-    elif has_sections:
-        fits = cos.dim() == 4 and cos.shape[0] == 3 and cos.shape[1] in (1, batch_size) and cos.shape[2] == seq_len
-        expected = "[3, batch_size or 1, seq_len, rotary_dim], as mrope_sections are given"
-    else:
-        fits = cos.dim() in (2, 3) and cos.shape[-2] == seq_len and cos.shape[:-2] in ((), (1,), (batch_size,))
-        expected = "[batch_size or 1, seq_len, rotary_dim] or [seq_len, rotary_dim]"
-    if not fits:
-        raise wrong_value("cos", f"{expected}, for q of shape {tuple(q.shape)} with heads_dim={heads_dim}", cos)
-    if sin.shape != cos.shape:
-        check_shape("sin", sin, cos.shape, "cos'")
 
 
 def check_positions_shape(position_ids: Tensor, q: Tensor, heads_dim: int) -> None:
@@ -458,7 +413,28 @@ def apply_rotary(
         if mrope_sections is not None:
             expected = "None with mrope_sections, whose cos and sin have a row for each token"
             raise wrong_value("position_ids", expected, position_ids)
-    _check_shapes(q, k, cos, sin, heads_dim, position_ids, mrope_sections is not None)
+    if q.dim() != 4:
+        raise wrong_value("q", "a tensor of 4 dimensions", q)
+    batch_size, seq_len, head_dim = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    if k.dim() != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[3]) != (batch_size, seq_len, head_dim):
+        expected = f"a tensor of q's shape {tuple(q.shape)} except for its number of heads, dimension {heads_dim}"
+        raise wrong_value("k", expected, k)
+    rotary_dim = cos.shape[-1] if cos.dim() else 0
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        expected = f"a tensor whose last dimension, rotary_dim, is even and at most head_dim = {head_dim}"
+        raise wrong_value("cos", expected, cos)
+    if position_ids is not None:
+        fits, expected = cos.dim() == 2, "[max_positions, rotary_dim], as position_ids are given"
+    elif mrope_sections is not None:
+        fits = cos.dim() == 4 and cos.shape[0] == 3 and cos.shape[1] in (1, batch_size) and cos.shape[2] == seq_len
+        expected = "[3, batch_size or 1, seq_len, rotary_dim], as mrope_sections are given"
+    else:
+        fits = cos.dim() in (2, 3) and cos.shape[-2] == seq_len and cos.shape[:-2] in ((), (1,), (batch_size,))
+        expected = "[batch_size or 1, seq_len, rotary_dim] or [seq_len, rotary_dim]"
+    if not fits:
+        raise wrong_value("cos", f"{expected}, for q of shape {tuple(q.shape)} with heads_dim={heads_dim}", cos)
+    if sin.shape != cos.shape:
+        check_shape("sin", sin, cos.shape, "cos'")
     if position_ids is not None:
         _check_positions(position_ids, q, heads_dim, cos.shape[0])
     if mrope_sections is not None:
@@ -466,10 +442,8 @@ def apply_rotary(
     return _run(q, k, cos, sin, position_ids, RotaryOptions(heads_dim, interleaved, keep_dtype))
 
 
-def _run(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, options: RotaryOptions
-) -> tuple[Tensor, Tensor]:
-    args = q, k, cos, sin, position_ids, options
+def _run(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin, *_ = args
     if not backend.runs_on_triton(q, k, cos, sin) or backend.needs_graph(cos, sin):
         return apply_rotary_reference(*args)
     if backend.needs_graph(q, k):

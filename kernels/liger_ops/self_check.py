@@ -25,7 +25,15 @@ from liger_ops.backend import wide
 from liger_ops.fp8.gated_mlp import scaled_gated_mlp
 from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import unsupported
+from liger_ops.mhc.streams import mix_streams_reference
+from liger_ops.moe.experts import experts_reference
+from liger_ops.moe.gate import Gate
+from liger_ops.moe.router import router_reference
+from liger_ops.norm.dyt import dyt_reference
+from liger_ops.norm.poly_norm import poly_norm_reference
+from liger_ops.norm.sliced_norm import sliced_norm_reference
 from liger_ops.optim import AdamW
+from liger_ops.softmax import softmax_reference
 
 _EPS = 1e-5
 
@@ -170,34 +178,6 @@ def _likelihoods(*tensors: Tensor) -> Tensor:
     return -_log_probs_and_entropy(*tensors)[0][kept].exp().sum()
 
 
-def _plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    z = wide(x)
-    return z * torch.rsqrt(z.square().mean(-1, keepdim=True) + _EPS) * wide(weight)
-
-
-def _plain_sparsemax(x: Tensor) -> Tensor:
-    z = wide(x)
-    top = z.amax(dim=-1, keepdim=True)
-    z = z - top
-    tau = torch.full_like(z[..., :1], -1.0)
-    for _ in range(x.shape[-1]):  # until nothing more falls out of the support
-        support = z > tau
-        tau = (z.where(support, 0.0).sum(dim=-1, keepdim=True) - 1) / support.sum(dim=-1, keepdim=True)
-    spoilt = 0 * top  # NaN of a row with NaN or infinity
-    return ((1 + spoilt) * torch.where(z <= tau + spoilt, 0.0, z - tau)).to(x.dtype)
-
-
-def _plain_dyt(x: Tensor, alpha: Tensor, *others: Tensor) -> Tensor:
-    gamma, beta = map(wide, others)
-    return (gamma * torch.tanh(wide(alpha) * wide(x)) + beta).to(x.dtype)
-
-
-def _plain_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    powers = torch.stack([wide(x) ** power for power in (3, 2, 1)])
-    normalized = powers * torch.rsqrt(powers.square().mean(dim=-1, keepdim=True) + _EPS)
-    return (torch.einsum("k,k...->...", wide(weight), normalized) + wide(bias)).to(x.dtype)
-
-
 def relu_squared(x: Tensor) -> Tensor:
     """Relu, squared, in plain PyTorch."""
     return F.relu(x).square()
@@ -216,25 +196,13 @@ def _experts(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _plain_experts(x: Tensor, gate_up: Tensor, down: Tensor, scores: Tensor, index: Tensor) -> Tensor:
-    """The experts one after another."""
-    y = torch.zeros_like(wide(x))
-    for expert in range(len(down)):
-        *tokens, slots = (index == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[tuple(tokens)], gate_up[expert]).chunk(2, dim=-1)
-        rows = F.linear((F.silu(wide(gate)) * up).to(x.dtype), down[expert])
-        pairs = (*tokens, slots)
-        y = y.index_put(tuple(tokens), wide(rows) * wide(scores[pairs]).unsqueeze(-1), accumulate=True)
-    return y.to(x.dtype)
+    tensors = x.flatten(0, -2), gate_up, down, index.flatten(0, -2), scores.flatten(0, -2)
+    return experts_reference(*tensors, None, None, Gate(), False, False, *4 * [None]).view(x.shape)
 
 
 def _router_logits(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     """No two of a token are equal, also in 16 bits up to a width of 256."""
     return [torch.rand(sizes[:3]).argsort(-1) / 8 - 3], []
-
-
-def _plain_router(logits: Tensor) -> Tensor:
-    chosen = wide(logits).softmax(-1).topk(2).values
-    return chosen / chosen.sum(-1, keepdim=True)
 
 
 def _streams(sizes: Sizes) -> Tensor:
@@ -258,20 +226,9 @@ def _plain_coefficients(x: Tensor, phi: Tensor, b: Tensor, *alphas: Tensor) -> t
     return pre.sigmoid(), 2 * post.sigmoid(), matrix
 
 
-def _plain_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
-    x, f_out, h_post, h_res = map(wide, (x, f_out, h_post, h_res))
-    return torch.einsum("...oi,...ic->...oc", h_res, x) + h_post[..., None] * f_out[..., None, :]
-
-
 def _attention_scores(sizes: Sizes) -> tuple[list[Tensor], list[Tensor]]:
     """Of four heads in two groups, each of as many queries and keys as there are columns."""
     return [2 * torch.randn(sizes.batch_size, 4, *2 * [sizes.width]), torch.randn(2, 2, 3, 3) / 4, torch.randn(2)], []
-
-
-def _plain_multi_token_attention(scores: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    probabilities = wide(scores.masked_fill(later, -torch.inf)).softmax(-1)
-    return F.conv2d(probabilities.tril().to(scores.dtype), weight, bias, padding=1, groups=2).tril()
 
 
 # A budget of chunks makes at least two, however large it is.
@@ -339,12 +296,12 @@ CASES = {
         lambda op, x, weight, bias: op(x, weight.shape, weight, bias, _EPS),
     ),
     "gated_rms_norm": Case(
-        lambda x, gate, weight: (_plain_rms_norm(x, weight) * F.silu(wide(gate))).to(x.dtype),
+        lambda x, gate, w: sliced_norm_reference(x, gate, w, None, None, 1, _EPS, 0.0, "last", "silu", "gemma"),
         _norm(2, 1),
         lambda op, x, gate, weight: op(x, gate, weight, _EPS),
     ),
     "modulated_rms_norm": Case(
-        lambda x, weight, scale, shift: (_plain_rms_norm(x, weight) * (1 + wide(scale)) + wide(shift)).to(x.dtype),
+        lambda x, w, a, b: sliced_norm_reference(x, None, w, a, b, 1, _EPS, 0.0, "none", "silu", "gemma"),
         _modulated,
         lambda op, x, weight, scale, shift: op(x, weight, scale, shift, _EPS),
     ),
@@ -357,16 +314,18 @@ CASES = {
     "silu_mul": unit_case(F.silu),
     "gelu_mul": unit_case(functools.partial(F.gelu, approximate="tanh"), approximate="tanh"),
     "relu_squared_mul": unit_case(relu_squared),
-    "dyt": Case(_plain_dyt, _dynamic),
+    "dyt": Case(dyt_reference, _dynamic),
     "poly_norm": Case(
-        _plain_poly_norm,
+        lambda x, weight, bias: poly_norm_reference(x, weight, bias, _EPS),
         lambda sizes: ([_rows(sizes), torch.tensor([0.5, -0.75, 1.25]), torch.full((1,), 0.5)], []),
         lambda op, *tensors: op(*tensors, _EPS),
     ),
     "softmax": Case(lambda x: wide(x).softmax(-1).to(x.dtype), _norm(1, 0)),
-    "sparsemax": Case(_plain_sparsemax, _norm(1, 0)),
+    "sparsemax": Case(lambda x: softmax_reference(x, True), _norm(1, 0)),
     "multi_token_attention": Case(
-        _plain_multi_token_attention, _attention_scores, functools.partial(_call, padding=1, groups=2)
+        lambda x, w, b: F.conv2d(softmax_reference(x, False, True), w, b, padding=1, groups=2).tril(),
+        _attention_scores,
+        functools.partial(_call, padding=1, groups=2),
     ),
     "mhc_coeffs": Case(_plain_coefficients, _hyper_connections),
     "mhc_pre": Case(
@@ -374,7 +333,7 @@ CASES = {
         lambda sizes: ([_streams(sizes), torch.rand(*sizes[:2], 4)], []),
     ),
     "mhc_post_res": Case(
-        lambda x, *others: _plain_post_res(x, *others).to(x.dtype),
+        lambda x, f_out, h_post, h_res: mix_streams_reference(x, f_out, h_res, h_post),
         lambda sizes: (
             [_streams(sizes), torch.randn(sizes[:3]), torch.rand(*sizes[:2], 4), torch.rand(*sizes[:2], 4, 4)],
             [],
@@ -387,7 +346,11 @@ CASES = {
         lambda op, x, gate_up, down, scores, index: op(x, gate_up, down, index, scores),
         magnitude=4.0,
     ),
-    "moe_router": Case(_plain_router, _router_logits, lambda op, logits: op(logits, 2)[1]),
+    "moe_router": Case(
+        lambda logits: router_reference(logits, None, 2, "softmax", 1, 1, "max", True, 1.0)[1],
+        _router_logits,
+        lambda op, logits: op(logits, 2)[1],
+    ),
 }
 """A case of each op with its usual options, by the op's name."""
 

@@ -140,34 +140,28 @@ def _backward_kernel(
 def _launch(kernel: Any, rows: dict[str, Tensor], is_sparse: bool, is_causal: bool, **others: Tensor) -> None:
     """Launches a kernel on all rows."""
     (tensor,) = rows.values()
-    if tensor.numel():
-        launch = choose_launch(tensor.shape[-1])
-        num_programs = launch.num_programs(tensor.numel() // tensor.shape[-1])
-        launch.run(kernel, num_programs, rows, SPARSE=is_sparse, CAUSAL=is_causal, **others)
+    launch = choose_launch(tensor.shape[-1])
+    num_programs = launch.num_programs(tensor.numel() // tensor.shape[-1])
+    launch.run(kernel, num_programs, rows, SPARSE=is_sparse, CAUSAL=is_causal, **others)
 
 
-@backend.register_op("softmax_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
-def _softmax_forward(x: Tensor, is_sparse: bool, is_causal: bool) -> list[Tensor]:
-    y = x.new_empty(x.shape)
-    _launch(_forward_kernel, {"x": x}, is_sparse, is_causal, y_ptr=y)
-    return [y]
+def _forward(outputs: list[Tensor], x: Tensor, *options: bool) -> None:
+    _launch(_forward_kernel, {"x": x}, *options, y_ptr=outputs[0])
 
 
-@backend.register_op("softmax_backward", fake=lambda grad_y, y, *others: [y.new_empty(y.shape)])
-def _softmax_backward(grad_y: Tensor, y: Tensor, is_sparse: bool, is_causal: bool, needs: list[bool]) -> list[Tensor]:
-    grad_x = y.new_empty(y.shape)
-    _launch(_backward_kernel, {"grad_y": grad_y}, is_sparse, is_causal, y_ptr=y, grad_x_ptr=grad_x)
-    return [grad_x]
+def _backward(gradients: Any, grad_y: Tensor, y: Tensor, *options: bool) -> None:
+    _launch(_backward_kernel, {"grad_y": grad_y}, *options, y_ptr=y, grad_x_ptr=gradients[0])
 
 
-_compute = differentiable("SoftmaxFunction", softmax_reference, _softmax_forward, _softmax_backward, keeps_inputs=False)
-
-
-def probabilities(x: Tensor, is_sparse: bool, is_causal: bool) -> Tensor:
-    """Softmax or sparsemax of ``[*, num_columns]``, whose last two dimensions are of one size if causal."""
-    if x.shape[-1] > MAX_COLUMNS:
-        return softmax_reference(x, is_sparse, is_causal)
-    return _compute(x, (is_sparse, is_causal))
+probabilities = differentiable(
+    "softmax",
+    softmax_reference,
+    _forward,
+    _backward,
+    keeps_inputs=False,
+    fits=lambda x, *_: x.shape[-1] <= MAX_COLUMNS,
+)
+"""Softmax or sparsemax of ``[*, num_columns]``; options: is_sparse, is_causal (of square matrices)."""
 
 
 def _of_last_dim(input: Tensor, dim: int, is_sparse: bool) -> Tensor:
@@ -177,7 +171,7 @@ def _of_last_dim(input: Tensor, dim: int, is_sparse: bool) -> Tensor:
         raise wrong_value("input", "a tensor of at least one dimension, the last not empty", input)
     if dim not in (-1, input.dim() - 1):
         raise wrong_value("dim", f"the last one, -1 or {input.dim() - 1}", dim)
-    return probabilities(input, is_sparse, False)
+    return probabilities(input, (is_sparse, False))
 
 
 def softmax(input: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -62,25 +62,15 @@ def _empty_results(
         labels, reduction, row_dtype(student, teacher), [(student, with_gradient, student.dtype)]
     ),
 )
-def _divergence(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    token_weight: Tensor | None,
-    reduction: str,
-    with_gradient: bool,
-    *scalars: Any,
-) -> list[Tensor]:
+def _divergence(student: Tensor, teacher: Tensor, labels: Tensor, *others: Any) -> list[Tensor]:
     """The divergence, the mean's factor, and the gradient, of the mean where :func:`_scale_in_forward`."""
+    token_weight, reduction, with_gradient, *scalars = others
     mean_scale = mean_scale_of(Targets(labels, None, token_weight), 1, IGNORED, student.dtype)
     losses = torch.zeros_like(labels, dtype=row_dtype(student, teacher))
     gradient = student.new_empty(student.shape if with_gradient else 0)
     grad_scale = mean_scale if _scale_in_forward(reduction, student.dtype) else None
-    buffer = gradient if with_gradient else None
-    write_rows(
-        Rows(student, teacher, labels, token_weight, grad_scale, DivergenceOptions(*scalars), None, losses, buffer),
-        None,
-    )
+    buffer, options = gradient if with_gradient else None, DivergenceOptions(*scalars)
+    write_rows(Rows(student, teacher, labels, token_weight, grad_scale, options, None, losses, buffer), None)
     return [_reduce_rows(losses, reduction, mean_scale), mean_scale.to(losses.dtype), gradient]
 
 
@@ -94,14 +84,8 @@ class _DivergenceFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compute: Callable[[Sequence[Tensor | None], list[bool], Tensor | None], list[Tensor]],
-        reduction: str,
-        waits: bool,
-        needs_gradient: list[bool],
-        *tensors: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, compute: Callable[..., list[Tensor]], reduction: str, waits: bool, *args: Any) -> Tensor:
+        needs_gradient, *tensors = args
         wanted = [False] * len(needs_gradient) if waits else needs_gradient
         loss, mean_scale, *gradients = compute(tensors, wanted, None)
         ctx.save_for_backward(*(tensors if waits else (tensors[-2], mean_scale, *gradients)))
@@ -208,7 +192,7 @@ def _pair(input: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor] 
     return None if input is None or weight is None else (input, weight)
 
 
-def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
+def _compute(*values: Any, shard: VocabShard | None = None) -> list[Tensor]:
     """The divergence, the mean's factor, and the gradients that ``needs_gradient`` names; arguments as the op's.
 
     The gradients are those of the sum, or of the mean where :func:`_scale_in_forward`; ``reduction="none"`` takes
@@ -249,16 +233,14 @@ def _compute(shard: VocabShard | None, *values: Any) -> list[Tensor]:
     return [_reduce_rows(losses, reduction, mean_scale), mean_scale.to(losses.dtype), *gradients]
 
 
-@backend.register_op(
+_linear_divergence = backend.register_op(
     "linear_divergence(Tensor input, Tensor weight, Tensor? bias, Tensor? adapter_input, Tensor? adapter_weight,"
     " Tensor teacher_input, Tensor teacher_weight, Tensor? teacher_bias, Tensor? teacher_adapter_input,"
     " Tensor? teacher_adapter_weight, Tensor labels, Tensor? token_weight, Tensor? grad_losses, bool are_all_kept,"
     " SymInt chunk_size, ScalarType accumulate_dtype, ScalarType? logits_dtype, bool[] needs_gradient, str reduction,"
     f" {backend.schema_of(DivergenceOptions)}) -> Tensor[]",
     fake=_fake_linear_divergence,
-)
-def _linear_divergence(*values: Any) -> list[Tensor]:
-    return _compute(None, *values)
+)(_compute)
 
 
 def linear_divergence(
@@ -378,7 +360,7 @@ def linear_divergence(
     sizes_of_elements = [head.dtype.itemsize for head in (student, teacher)]
     element_size = sum(sizes_of_elements) if logits_dtype is None else 2 * logits_dtype.itemsize + sizes_of_elements[0]
     settings = mask is None, *student.chunks(chunk_bytes, element_size), logits_dtype
-    op = _linear_divergence if vocab_shard is None else partial(_compute, vocab_shard)
+    op = _linear_divergence if vocab_shard is None else partial(_compute, shard=vocab_shard)
 
     def compute(
         tensors: Sequence[Tensor | None], needs_gradient: list[bool], grad_losses: Tensor | None

@@ -33,13 +33,13 @@ _MIN_BLOCK_SIZE, _MAX_BLOCK_SIZE = 128, 4096
 def _load_pair(row_ptrs, columns, mask, transforms, KIND: tl.constexpr):
     """Tempered logits of both models; outside of the row -inf, or 0 for mse and cosine. ``mask`` may be None."""
     student_row_ptr, teacher_row_ptr = row_ptrs
-    student_scale, student_softcap, teacher_scale, teacher_softcap = transforms
+    student_scales, teacher_scales = transforms
     if mask is None:
-        z_s = transform(tl.load(student_row_ptr + columns), student_scale, student_softcap)
-        z_t = transform(tl.load(teacher_row_ptr + columns), teacher_scale, teacher_softcap)
+        z_s = transform(tl.load(student_row_ptr + columns), student_scales)
+        z_t = transform(tl.load(teacher_row_ptr + columns), teacher_scales)
     else:
-        z_s = transform(tl.load(student_row_ptr + columns, mask=mask, other=0.0), student_scale, student_softcap)
-        z_t = transform(tl.load(teacher_row_ptr + columns, mask=mask, other=0.0), teacher_scale, teacher_softcap)
+        z_s = transform(tl.load(student_row_ptr + columns, mask=mask, other=0.0), student_scales)
+        z_t = transform(tl.load(teacher_row_ptr + columns, mask=mask, other=0.0), teacher_scales)
         outside = -float("inf") if KIND < _MSE else 0.0
         z_s, z_t = tl.where(mask, z_s, outside), tl.where(mask, z_t, outside)
     return z_s, z_t
@@ -177,16 +177,11 @@ def divergence_kernel(
     grad_scale_ptr,  # [] or [num_tokens], or None
     losses_ptr,  # [num_tokens], float32
     sums_ptr,  # [6, num_rows], float32: see rows.sum_rows; None but for single steps
-    student_row_stride,
-    teacher_row_stride,
-    grad_row_stride,
-    grad_scale_stride,
+    strides,  # of the rows of the first three, and of grad_scale
     num_rows,
     num_columns,
-    factor,  # of each divergence
-    beta,
-    rest,  # 1 - beta
-    student_scale,  # None for 1; see DivergenceOptions.student_transform
+    numbers,  # factor of each divergence, beta, 1 - beta
+    student_scale,  # None for 1; see DivergenceOptions.transforms
     student_softcap,  # None for none
     teacher_scale,
     teacher_softcap,
@@ -200,8 +195,10 @@ def divergence_kernel(
     """One program computes the divergence of every num_programs-th row and, on request, its gradient."""
     BACKWARDS: tl.constexpr = KIND <= _MIXED or KIND >= _MSE  # the gradient's step
     num_groups: tl.constexpr = BLOCK_SIZE // GROUP
+    student_row_stride, teacher_row_stride, grad_row_stride, grad_scale_stride = strides
+    factor, beta, rest = numbers
     places = (tl.arange(0, num_groups) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    transforms = (student_scale, student_softcap, teacher_scale, teacher_softcap)
+    transforms = ((student_scale, student_softcap), (teacher_scale, teacher_softcap))
     for tile in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row_number = tl.cast(tile, tl.int64)
         token = row_number
@@ -356,9 +353,12 @@ def launch_divergence(rows: Rows, vocab_size: int, step: int | None = None, sums
         return
     launch = choose_divergence_launch(num_columns, backend.hardware(student.device))
     transforms = {}
-    for name, each in (("student", options.student_transform), ("teacher", options.teacher_transform)):
-        transforms[f"{name}_scale"] = None if each.scale == 1.0 else float(each.scale)
+    for name, each in zip(("student", "teacher"), options.transforms, strict=True):
+        transforms[f"{name}_scale"] = None if each.logit_scale == 1.0 else float(each.logit_scale)
         transforms[f"{name}_softcap"] = None if each.softcap is None else float(each.softcap)
+    factor, beta = options.factor / (vocab_size if options.resolved_kind == "mse" else 1), float(options.beta)
+    grad_row_stride = 0 if grad_logits is None else grad_logits.stride(0)
+    grad_scale_stride = grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0
     divergence_kernel.launch(
         launch.num_programs(num_rows),
         student_ptr=student,
@@ -370,15 +370,10 @@ def launch_divergence(rows: Rows, vocab_size: int, step: int | None = None, sums
         grad_scale_ptr=grad_scale,
         losses_ptr=losses,
         sums_ptr=sums,
-        student_row_stride=student.stride(0),
-        teacher_row_stride=teacher.stride(0),
-        grad_row_stride=0 if grad_logits is None else grad_logits.stride(0),
-        grad_scale_stride=grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
+        strides=(student.stride(0), teacher.stride(0), grad_row_stride, grad_scale_stride),
         num_rows=num_rows,
         num_columns=num_columns,
-        factor=options.factor / (vocab_size if options.resolved_kind == "mse" else 1),
-        beta=float(options.beta),
-        rest=1.0 - float(options.beta),
+        numbers=(float(factor), beta, 1.0 - beta),
         **transforms,
         STEP=step,
         HALF=step is None and torch.float32 not in (student.dtype, teacher.dtype),

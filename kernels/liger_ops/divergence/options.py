@@ -17,6 +17,7 @@ from liger_ops.arguments import (
     wrong_type,
     wrong_value,
 )
+from liger_ops.loss.options import TokenLossOptions
 
 KL_KINDS = ("forward_kl", "reverse_kl", "mixed")
 DISTRIBUTION_KINDS = (*KL_KINDS, "jsd", "skew_kl", "skew_reverse_kl", "total_variation")
@@ -25,13 +26,6 @@ VOCAB_RULES = ("equal", "common")
 
 KEPT, IGNORED = 0, -1
 """Labels of tokens that count and of those that do not, as choices of tokens take them."""
-
-
-class Transform(NamedTuple):
-    """How raw logits become tempered ones: ``softcap * tanh(scale * logits / softcap)``, or ``scale * logits``."""
-
-    scale: float
-    softcap: float | None
 
 
 class DivergenceOptions(NamedTuple):
@@ -79,17 +73,14 @@ class DivergenceOptions(NamedTuple):
         return self.temperature**2 if self.t_squared else 1.0
 
     @property
-    def student_transform(self) -> Transform:
-        """With the temperature in the scale and the cap: c/T * tanh((s/T) * a / (c/T)) = c * tanh(s * a / c) / T."""
-        return self._transform(self.logit_scale, self.softcap)
+    def transforms(self) -> list[TokenLossOptions]:
+        """How raw logits of the student and the teacher become tempered ones.
 
-    @property
-    def teacher_transform(self) -> Transform:
-        """As :attr:`student_transform`."""
-        return self._transform(self.teacher_logit_scale, self.teacher_softcap)
-
-    def _transform(self, scale: float, softcap: float | None) -> Transform:
-        return Transform(scale / self.temperature, None if softcap is None else softcap / self.temperature)
+        The temperature is in the scale and the cap: c/T * tanh((s/T) * a / (c/T)) = c * tanh(s * a / c) / T.
+        """
+        pairs = (self.logit_scale, self.softcap), (self.teacher_logit_scale, self.teacher_softcap)
+        t = self.temperature
+        return [TokenLossOptions(logit_scale=s / t, softcap=None if c is None else c / t) for s, c in pairs]
 
 
 def check_tokens(mask: Any, token_weight: Any, like: Tensor, shape: torch.Size, tokens_of: str) -> None:

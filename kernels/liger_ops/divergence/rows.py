@@ -39,8 +39,9 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.collectives import all_gather
 from liger_ops.divergence.kernels import Rows, launch_divergence
-from liger_ops.divergence.options import DISTRIBUTION_KINDS, IGNORED, KL_KINDS, Transform
+from liger_ops.divergence.options import DISTRIBUTION_KINDS, IGNORED, KL_KINDS
 from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES
+from liger_ops.loss.rows import transform_logits
 from liger_ops.loss.vocab_parallel import VocabShard
 
 _CLAMP = 80.0
@@ -60,6 +61,7 @@ def write_rows(rows: Rows, shard: VocabShard | None) -> None:
     """
     student, teacher, labels, token_weight, grad_scale, options, token_index, losses, grad_logits = rows
     kind, num_rows = options.resolved_kind, student.shape[0]
+    of_student, of_teacher = options.transforms
     vocab_size = student.shape[1] if shard is None else shard.vocab_size
     if backend.runs_on_triton(student, teacher):
         if shard is None:
@@ -78,8 +80,8 @@ def write_rows(rows: Rows, shard: VocabShard | None) -> None:
     for start in range(0, num_rows, size):
         part = slice(start, min(start + size, num_rows))
         index = torch.arange(part.start, part.stop, device=labels.device) if token_index is None else token_index[part]
-        z_s = _temper(student[part], options.student_transform, losses.dtype)
-        z_t = _temper(teacher[part], options.teacher_transform, losses.dtype)
+        z_s = transform_logits(student[part].to(losses.dtype), of_student)
+        z_t = transform_logits(teacher[part].to(losses.dtype), of_teacher)
         compare = _compare_distributions if kind in DISTRIBUTION_KINDS else _compare_logits
         values, grad = compare(z_s, z_t, kind, float(options.beta), shard, with_gradient=grad_logits is not None)
         ignored = labels[index] == IGNORED
@@ -90,17 +92,10 @@ def write_rows(rows: Rows, shard: VocabShard | None) -> None:
         if grad_logits is not None and grad is not None:
             if grad_scale is not None:
                 factor = factor * (grad_scale[index] if grad_scale.dim() else grad_scale).to(factor.dtype)
-            grad *= (factor * options.student_transform.scale)[:, None]
-            if options.student_transform.softcap is not None:
-                grad *= 1.0 - (z_s / options.student_transform.softcap) ** 2
+            grad *= (factor * of_student.logit_scale)[:, None]
+            if of_student.softcap is not None:
+                grad *= 1.0 - (z_s / of_student.softcap) ** 2
             grad_logits[part].copy_(grad.masked_fill_(ignored[:, None], 0.0))
-
-
-def _temper(logits: Tensor, transform: Transform, dtype: torch.dtype) -> Tensor:
-    z = logits.to(dtype)
-    if transform.scale != 1.0:
-        z = z * transform.scale
-    return z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)
 
 
 def _finite(maximum: Tensor) -> Tensor:

@@ -107,9 +107,7 @@ def _gated_rows_backward_kernel(
     product_ptr,  # [num_rows, num_columns]
     grad_scale_ptr,  # [num_rows], of both gradients
     product_scale_ptr,  # [num_rows]
-    row_stride,  # of gate and up
-    payload_row_stride,  # of the gradients
-    product_row_stride,
+    row_strides,  # of gate and up, of the gradients and of the product
     num_rows,
     num_columns,
     ACTIVATION: tl.constexpr,
@@ -120,6 +118,7 @@ def _gated_rows_backward_kernel(
 
     A row fills the registers of a multiprocessor, which loads nothing meanwhile: the cache reads the next row ahead.
     """
+    row_stride, payload_row_stride, product_row_stride = row_strides
     columns = tl.arange(0, BLOCK_SIZE)
     mask = columns < num_columns
     for index in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -224,9 +223,7 @@ def _gated_rows_backward(
         product_ptr=product,
         grad_scale_ptr=grad_scale,
         product_scale_ptr=product_scale,
-        row_stride=gate.stride(0),
-        payload_row_stride=grad_payload.stride(0),
-        product_row_stride=product.stride(0),
+        row_strides=(gate.stride(0), grad_payload.stride(0), product.stride(0)),
         num_rows=num_rows,
         num_columns=num_columns,
         ACTIVATION=activation,
@@ -302,16 +299,8 @@ class GatedMLPFunction(torch.autograd.Function):
     """``[..., hidden_size]`` to ``[..., hidden_size]``; the weights of gate and up, or of both in one, then down's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        activation: str,
-        up_first: bool,
-        options: Float8Options,
-        before: BeforeOutput | None,
-        down: Tensor,
-        *gate_up_weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+        activation, up_first, options, before, down, *gate_up_weights = args
         dtype = backend.autocast_dtype(x.device.type) or x.dtype
         x_payload, x_scale = quantize_rows(backend.as_rows(x, x.shape[-1]))
         payloads, scale = quantize_weights(gate_up_weights)

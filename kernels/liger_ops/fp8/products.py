@@ -56,15 +56,6 @@ def unsupported(device: torch.device) -> str | None:
     return None
 
 
-def emulated_product(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """:func:`scaled_product` in float32, rounded once."""
-    y = (a.float() @ b.float().t()) * a_scale[:, None]
-    y = y if b_scale is None else y * b_scale
-    return (y if bias is None else y + bias.float()).to(dtype)
-
-
 def scaled_product(
     a: Tensor,
     b: Tensor,
@@ -90,10 +81,12 @@ def scaled_product(
         ``[M, N]``.
     """
     if emulate or not (a.is_cuda or a.is_meta):
-        return emulated_product(a, b, a_scale, b_scale, bias, dtype)
+        y = (a.float() @ b.float().t()) * a_scale[:, None]
+        y = y if b_scale is None else y * b_scale
+        return (y if bias is None else y + bias.float()).to(dtype)
     if b_scale is None:
         b_scale = ones(b.shape[0], b.device)
     args: tuple[Any, ...] = a, b.t(), a_scale[:, None], b_scale[None, :]
     fused_bias = bias if bias is not None and bias.dtype == dtype != torch.float32 else None
-    y: Tensor = torch.ops.aten._scaled_mm(*args, fused_bias, None, dtype, fast_accum)
+    y = torch.ops.aten._scaled_mm(*args, fused_bias, None, dtype, fast_accum)
     return y if bias is None or fused_bias is not None else y + bias.to(dtype)

@@ -18,23 +18,14 @@ _HELD_COLUMNS = 16384  # what registers hold; longer rows are read twice
 _LOOP_COLUMNS = 4096
 
 
-def scale_of(amax: Tensor) -> Tensor:
-    """The scale of rows with these largest absolute values, float32."""
-    bits = amax.float().clamp(min=_LEAST_AMAX).view(torch.int32)
-    scale = (((bits + 0x1FFFFF) >> 23) - 8 << 23).view(torch.float32)
-    return torch.where(amax.isfinite(), scale, torch.nan)
-
-
-def quantize_reference(x: Tensor, scale: Tensor) -> Tensor:
-    """The payload of rows ``x`` with these scales; that of a row with an infinity is of no use."""
-    return (x.float() / scale.nan_to_num(1.0)[:, None]).clamp(-448.0, 448.0).to(E4M3)
-
-
 def quantize_rows_reference(x: Tensor, channel_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Payload and scales of rows in plain PyTorch; see :func:`quantize_rows`."""
     wide = x.float() if channel_scale is None else x.float() * channel_scale
-    scale = scale_of(wide.abs().where(~wide.isnan(), 0.0).amax(dim=1))
-    return quantize_reference(wide, scale), scale
+    amax = wide.abs().where(~wide.isnan(), 0.0).amax(dim=1)
+    bits = amax.clamp(min=_LEAST_AMAX).view(torch.int32)
+    scale = (((bits + 0x1FFFFF) >> 23) - 8 << 23).view(torch.float32).where(amax.isfinite(), torch.nan)
+    # The payload of a row with an infinity is of no use.
+    return (wide / scale.nan_to_num(1.0)[:, None]).clamp(-448.0, 448.0).to(E4M3), scale
 
 
 @triton.jit
@@ -93,13 +84,9 @@ def _quantize_rows_kernel(
     channel_scale_ptr,  # [columns of all] or None
     payload_ptr,  # [num_rows, columns of all]
     scale_ptr,  # [num_rows]
-    first_row_stride,
-    second_row_stride,
-    third_row_stride,
+    row_strides,  # of the three parts
     payload_row_stride,
-    first_columns,
-    second_columns,
-    third_columns,
+    columns,  # of the three parts
     FIRST_BLOCK: tl.constexpr,
     SECOND_BLOCK: tl.constexpr,
     THIRD_BLOCK: tl.constexpr,
@@ -107,6 +94,8 @@ def _quantize_rows_kernel(
     INTERPRETED: tl.constexpr,
 ):
     """One program quantizes a row: held in registers, or, of the first part alone, read twice."""
+    first_row_stride, second_row_stride, third_row_stride = row_strides
+    first_columns, second_columns, third_columns = columns
     row = tl.program_id(0).to(tl.int64)
     payload_ptr += row * payload_row_stride
     first_ptr += row * first_row_stride
@@ -177,13 +166,9 @@ def _quantize_rows(
         channel_scale_ptr=channel_scale,
         payload_ptr=payload,
         scale_ptr=scale,
-        first_row_stride=first.stride(0),
-        second_row_stride=0 if second is None else second.stride(0),
-        third_row_stride=0 if third is None else third.stride(0),
+        row_strides=tuple(0 if part is None else part.stride(0) for part in parts),
         payload_row_stride=payload.stride(0),
-        first_columns=columns[0],
-        second_columns=columns[1],
-        third_columns=columns[2],
+        columns=tuple(columns),
         FIRST_BLOCK=blocks[0],
         SECOND_BLOCK=blocks[1],
         THIRD_BLOCK=blocks[2],

@@ -18,24 +18,6 @@ TOKEN_MULTIPLE = 16
 """Of the length of a product's summed dimension."""
 
 
-def align_reference(
-    x_scale: Tensor, g_scale: Tensor, channel_scale: Tensor, x_is_payload: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`align` in plain PyTorch."""
-    x_exponent, g_exponent = (torch.frexp(scale.nan_to_num(1.0)).exponent - 1 for scale in (x_scale, g_scale))
-    common = x_exponent + g_exponent
-    largest = common.max()
-    shift = common - largest
-    x_shift = shift >> 1
-    ones = torch.ones_like(x_scale)
-    x_factor = torch.ldexp(ones, x_shift if x_is_payload else x_shift - x_exponent)
-    channel_exponent = torch.frexp(channel_scale.float()).exponent - 1
-    weight_scale = torch.ldexp(torch.ones_like(channel_scale, dtype=torch.float32), largest - channel_exponent)
-    is_lost = (x_scale.isnan() | g_scale.isnan()).any()
-    weight_scale = weight_scale.masked_fill(is_lost | channel_scale.isnan(), torch.nan)
-    return x_factor, torch.ldexp(ones, shift - x_shift), weight_scale
-
-
 @triton.jit
 def _common_exponent(x_exponent, g_exponent):
     is_lost = (x_exponent == 128) | (g_exponent == 128)
@@ -119,10 +101,21 @@ def align(
     Returns:
         The factors of x's rows and of the payload of g's, and the scales of the sum, NaN if a row was not finite.
     """
-    if not backend.use_triton(x_scale):
-        return align_reference(x_scale, g_scale, channel_scale, x_is_payload)
-    x_factor, g_factor, weight_scale = _align(x_scale, g_scale, channel_scale, x_is_payload)
-    return x_factor, g_factor, weight_scale
+    if backend.use_triton(x_scale):
+        x_factor, g_factor, weight_scale = _align(x_scale, g_scale, channel_scale, x_is_payload)
+        return x_factor, g_factor, weight_scale
+    x_exponent, g_exponent = (torch.frexp(scale.nan_to_num(1.0)).exponent - 1 for scale in (x_scale, g_scale))
+    common = x_exponent + g_exponent
+    largest = common.max()
+    shift = common - largest
+    x_shift = shift >> 1
+    ones = torch.ones_like(x_scale)
+    x_factor = torch.ldexp(ones, x_shift if x_is_payload else x_shift - x_exponent)
+    channel_exponent = torch.frexp(channel_scale.float()).exponent - 1
+    weight_scale = torch.ldexp(torch.ones_like(channel_scale, dtype=torch.float32), largest - channel_exponent)
+    is_lost = (x_scale.isnan() | g_scale.isnan()).any()
+    weight_scale = weight_scale.masked_fill(is_lost | channel_scale.isnan(), torch.nan)
+    return x_factor, torch.ldexp(ones, shift - x_shift), weight_scale
 
 
 @backend.Kernel

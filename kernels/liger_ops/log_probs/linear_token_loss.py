@@ -76,8 +76,14 @@ def _losses_and_gradients(
     """The losses of some tokens, zero where not kept, and the gradient of their sum with respect to the scores."""
     leaves = {name: getattr(scores, name).requires_grad_() for name in differentiable}
     with torch.set_grad_enabled(bool(leaves)):
-        losses = token_loss(scores, index)
-        _check_losses(losses, index)
+        losses: Any = token_loss(scores, index)
+        if not isinstance(losses, Tensor) or not losses.is_floating_point():
+            raise wrong_type("token_loss", "a function that returns a floating-point tensor", losses)
+        if losses.shape != index.shape:
+            raise ValueError(
+                f"token_loss must return one loss for each of its {len(index)} tokens, of shape {tuple(index.shape)},"
+                f" got {shown(losses)}"
+            )
         if leaves and not losses.requires_grad and bool(kept.any()):
             raise ValueError(
                 "token_loss must return losses that depend on differentiable scores, got"
@@ -90,16 +96,6 @@ def _losses_and_gradients(
     ones = torch.ones_like(losses)  # of their sum
     gradients = torch.autograd.grad(losses, list(leaves.values()), ones, allow_unused=True)
     return losses.detach(), dict(zip(leaves, gradients, strict=True))
-
-
-def _check_losses(losses: Any, index: Tensor) -> None:
-    if not isinstance(losses, Tensor) or not losses.is_floating_point():
-        raise wrong_type("token_loss", "a function that returns a floating-point tensor", losses)
-    if losses.shape != index.shape:
-        raise ValueError(
-            f"token_loss must return one loss for each of its {len(index)} tokens, of shape {tuple(index.shape)}, got"
-            f" {shown(losses)}"
-        )
 
 
 def _check_graph(losses: Tensor, leaves: Any) -> None:

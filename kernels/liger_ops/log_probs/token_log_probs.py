@@ -24,7 +24,7 @@ from liger_ops.log_probs.scores import (
 )
 from liger_ops.loss.launch import GradientRows, launch_gradient
 from liger_ops.loss.options import IGNORE_INDEX, Targets, TokenLossOptions, check_labels, check_tensors
-from liger_ops.loss.rows import TokenRows, dtype_of, gradient_rows, transform_logits
+from liger_ops.loss.rows import TokenRows, dtype_of, transform_logits
 
 
 @backend.register_op(
@@ -79,11 +79,10 @@ class _TokenScoresFunction(torch.autograd.Function):
     @backend.once_differentiable
     def backward(ctx, *grad_outputs):
         logits, labels, temperature, lse, lse_error, *entropy = ctx.saved_tensors
-        rows = gradient_rows(
-            Targets(labels, None, None), _options(*ctx.scalars), lse, lse_error,
-            {name: grad for name, grad in zip(ctx.names, grad_outputs, strict=True) if name in ctx.differentiable},
-            entropy=entropy[0] if entropy else None, temperature=temperature, num_columns=logits.shape[1],
-        )  # fmt: skip
+        pairs = zip(ctx.names, grad_outputs, strict=True)
+        upstream = {name: grad for name, grad in pairs if name in ctx.differentiable}
+        tokens = TokenRows(Targets(labels, None, None), _options(*ctx.scalars), {}, temperature)
+        rows = tokens.gradient_rows(lse, lse_error, upstream, logits.shape[1], entropy=entropy[0] if entropy else None)
         return _backward(logits, *rows, *ctx.scalars[1:]), *[None] * 5
 
 
@@ -116,10 +115,8 @@ def token_log_probs(
     check_floating("logits", logits)
     check_tensors(logits, target, None, None)
     options = TokenLossOptions.checked(ignore_index, 0.0, softcap, logit_scale)
-    names, detached = (
-        check_outputs("outputs", outputs, OUTPUTS, at_least=1),
-        check_outputs("detach", detach, DIFFERENTIABLE),
-    )
+    names = check_outputs("outputs", outputs, OUTPUTS, at_least=1)
+    detached = check_outputs("detach", detach, DIFFERENTIABLE)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise wrong_value("logits", "of at least one class in the last dimension", logits)
     check_shape("target", target, logits.shape[:-1], "logits' without the last dimension")

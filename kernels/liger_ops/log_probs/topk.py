@@ -106,7 +106,17 @@ def linear_topk_log_probs(
         check_shape("mask", mask, tokens, "input's without its last dimension")
         labels = mask.long() + _IGNORED
     head = check_head(input, linear_weight, linear_bias, labels, adapter, None)
-    _check_ids(ids, tokens, linear_weight.shape[0])
+    vocab_size = linear_weight.shape[0]
+    if ids.dtype != torch.int64:
+        raise wrong_value("ids", "class indices of dtype torch.int64", ids)
+    if ids.dim() == 0 or ids.shape[:-1] != tokens or ids.shape[-1] == 0:
+        raise wrong_value("ids", f"at least one class for each token of input, of shape {(*tokens, 'K')}", ids)
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and (ids >= vocab_size).any():
+        wrong = ids[ids >= vocab_size]
+        raise ValueError(
+            f"ids must be between 0 and vocab_size - 1 = {vocab_size - 1}, or negative for padding; got"
+            f" {wrong[0].item()} ({wrong.numel()} of {ids.numel()} ids are out of range)"
+        )
     ids = ids.reshape(-1, ids.shape[-1]).contiguous()
     cap = None if softcap is None else float(softcap / temperature)
     options = TokenLossOptions(_IGNORED, softcap=cap, logit_scale=float(logit_scale / temperature))
@@ -128,19 +138,6 @@ def linear_topk_log_probs(
             log_probs, lse = token_values(head, arguments, _OUTPUTS, saved_logits_bytes)
     log_probs = log_probs.view(*tokens, ids.shape[1])
     return (log_probs, lse.view(tokens)) if with_lse else log_probs
-
-
-def _check_ids(ids: Tensor, tokens: torch.Size, vocab_size: int) -> None:
-    if ids.dtype != torch.int64:
-        raise wrong_value("ids", "class indices of dtype torch.int64", ids)
-    if ids.dim() == 0 or ids.shape[:-1] != tokens or ids.shape[-1] == 0:
-        raise wrong_value("ids", f"at least one class for each token of input, of shape {(*tokens, 'K')}", ids)
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and (ids >= vocab_size).any():
-        wrong = ids[ids >= vocab_size]
-        raise ValueError(
-            f"ids must be between 0 and vocab_size - 1 = {vocab_size - 1}, or negative for padding; got"
-            f" {wrong[0].item()} ({wrong.numel()} of {ids.numel()} ids are out of range)"
-        )
 
 
 def _renormalized(

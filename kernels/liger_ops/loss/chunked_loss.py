@@ -88,7 +88,7 @@ def choose_accumulate_dtype(weight_dtype: torch.dtype, num_chunks: int) -> torch
     """The dtype that the weight gradient is summed in: the weight's while few chunks round, then float32."""
     if weight_dtype == torch.bfloat16 and num_chunks <= _MAX_ROUNDED_ACCUMULATIONS:
         return weight_dtype
-    return _wide(weight_dtype)
+    return torch.promote_types(weight_dtype, torch.float32)
 
 
 class Gradients(NamedTuple):
@@ -272,28 +272,27 @@ def chunked_linear_loss(
     return Gradients(*head_gradients, grad_bias, *(adapter_gradients[0] if adapter_gradients else nothing))
 
 
+@dataclass
 class _Factor:
     """A product that is part of the logits, ``input @ weight.T`` of the head or its adapter, and its gradients."""
 
-    def __init__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        rows: int,
-        accumulate_dtype: torch.dtype,
-        needs_input: bool = False,
-        needs_weight: bool = False,
-        in_order: bool = False,
-    ) -> None:
-        self.input, self.weight = input, weight
-        self.needs_input, self.needs_weight = needs_input, needs_weight
-        allocate_input = torch.empty_like if in_order else torch.zeros_like
-        self.grad_input = allocate_input(input) if needs_input else input.new_empty(0)
+    input: Tensor
+    weight: Tensor
+    rows: int
+    accumulate_dtype: torch.dtype
+    needs_input: bool = False
+    needs_weight: bool = False
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        input, weight = self.input, self.weight
+        allocate_input = torch.empty_like if self.in_order else torch.zeros_like
+        self.grad_input = allocate_input(input) if self.needs_input else input.new_empty(0)
         # The first chunk writes the weight's gradient, the others add to it.
         allocate_weight = weight.new_empty if len(input) else weight.new_zeros
-        self.grad_weight = allocate_weight(weight.shape if needs_weight else 0, dtype=accumulate_dtype)
+        self.grad_weight = allocate_weight(weight.shape if self.needs_weight else 0, dtype=self.accumulate_dtype)
         self.chunk = input
-        self._buffer = input.new_empty(0 if in_order else rows, input.shape[1])
+        self._buffer = input.new_empty(0 if self.in_order else self.rows, input.shape[1])
 
     def gather(self, place: Tensor | slice) -> None:
         """Makes ``chunk`` the tokens of these indices."""
@@ -311,7 +310,8 @@ class _Factor:
             return
         grad = self.grad_input[place] if isinstance(place, slice) else self.chunk
         # cuBLAS rounds a product before it adds it to what is there, and what few columns add would be lost in that.
-        summed = grad if len(parts) == 1 else grad.new_empty(grad.shape, dtype=_wide(grad.dtype))
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        summed = grad if len(parts) == 1 else grad.new_empty(grad.shape, dtype=wide)
         for number, part in enumerate(parts):
             _accumulate_product(summed, grad_logits[:, part], self.weight[part], keep=number > 0)
         if summed is not grad:
@@ -393,10 +393,6 @@ def aligned_rows(like: Tensor, num_rows: int, num_columns: int, dtype: torch.dty
     if padding:  # matrix products in half precision read it on CPUs with AMX, where NaN would spread
         padded[:, num_columns:] = 0.0
     return padded[:, :num_columns]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None:

@@ -42,7 +42,7 @@ from liger_ops.loss.options import (
     check_weights,
     flat_targets,
 )
-from liger_ops.loss.rows import TokenRows, dtype_of, loss_gradient_in_place
+from liger_ops.loss.rows import TokenRows, dtype_of
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import mean_scale_of, reduce_losses
 
@@ -61,20 +61,13 @@ def _allocate(name: str, logits: Tensor) -> Tensor:
         _allocate(name, logits) for name in outputs.split(",")
     ],
 )
-def _cross_entropy_forward(
-    logits: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    outputs: str,
-    *scalars: Any,
-) -> list[Tensor]:
+def _cross_entropy_forward(logits: Tensor, *values: Any) -> list[Tensor]:
     """The tensors that ``outputs`` names: the reduced ``loss``, ``mean_scale`` if it is the mean, ``grad_logits`` of
     it, and ``ROW_OUTPUTS``."""
-    names = outputs.split(",")
+    *tensors, outputs = values[:4]
+    targets, options, names = Targets(*tensors), TokenLossOptions(*values[4:]), outputs.split(",")
     buffers = {name: _allocate(name, logits) for name in names if name != "loss"}
     mean_scale, grad_logits = buffers.get("mean_scale"), buffers.get("grad_logits")
-    targets, options = Targets(labels, class_weight, token_weight), TokenLossOptions(*scalars)
     if backend.use_triton(logits):
         launch_loss(logits, targets, options, buffers, mean_scale=mean_scale, grad_logits=grad_logits)
     else:
@@ -99,17 +92,8 @@ def _cross_entropy_backward(logits: Tensor, *values: Any) -> Tensor:
     return grad_logits
 
 
-def _write_gradient(
-    logits: Tensor,
-    grad_logits: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    lse: Tensor,
-    lse_error: Tensor,
-    grad_scale: Tensor,
-    *scalars: Any,
-) -> None:
+def _write_gradient(logits: Tensor, grad_logits: Tensor, *values: Any) -> None:
+    labels, class_weight, token_weight, lse, lse_error, grad_scale, *scalars = values
     options = TokenLossOptions(*scalars)
     if backend.use_triton(logits):
         launch_gradient(
@@ -117,8 +101,8 @@ def _write_gradient(
             labels=labels, lse=lse, lse_error=lse_error,
         )  # fmt: skip
     else:
-        targets = Targets(labels, class_weight, token_weight)
-        loss_gradient_in_place(grad_logits.copy_(logits), targets, options, lse, lse_error, grad_scale)
+        rows = TokenRows(Targets(labels, class_weight, token_weight), options, {})
+        rows.loss_to_gradient(grad_logits.copy_(logits), lse, lse_error, grad_scale)
 
 
 def _output_names(reduction: str, gradient: str, with_stats: bool) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from liger_ops.loss.head_passes import (
 )
 from liger_ops.loss.linear_head import LinearHead
 from liger_ops.loss.options import Targets, TokenLossOptions
-from liger_ops.loss.rows import gradient_rows, own_classes
+from liger_ops.loss.rows import TokenRows, own_classes
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.vocab_parallel import VocabShard
 
@@ -53,7 +53,10 @@ def token_values(
         with torch.no_grad():
             found = run_forward(arguments, shard)
         return [found[name] for name in split_names(arguments.outputs)]
-    max_saved = 0 if shard is not None else head.saved_chunks(saved_logits_bytes, arguments.chunk_size)
+    max_saved = 0
+    if shard is None and backend.runs_directly(*head.tensors):  # else a tracer must see what an op saves
+        rows = min(arguments.chunk_size, max(1, head.input.shape[0]))
+        max_saved = saved_logits_bytes // (rows * head.num_columns * head.dtype.itemsize)
     return TokenValuesFunction.apply(shard, max_saved, head.needs_gradient, differentiable, *arguments)
 
 
@@ -103,15 +106,9 @@ class TokenValuesFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        shard: VocabShard | None,
-        max_saved: int,
-        needs_gradient: list[bool],
-        differentiable: Sequence[str],
-        *values: Any,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, shard: VocabShard | None, max_saved: int, *args: Any) -> tuple[Tensor, ...]:
         """``max_saved`` chunks of logits may be saved."""
+        needs_gradient, differentiable, *values = args
         arguments = ForwardArguments(*values)
         names = split_names(arguments.outputs)
         needed = ["lse", "lse_error", *(["entropy"] if "entropy" in differentiable else [])]
@@ -148,17 +145,19 @@ class TokenValuesFunction(torch.autograd.Function):
             some = GivenIds.of(a.ids, num_columns, labels != options.ignore_index)  # type: ignore[arg-type]
             ids, (grad_given, factor, _) = some.safe, given_gradient(some, given, lse, upstream, options)
             upstream = {"lse": factor}
-        rows = gradient_rows(
-            Targets(labels, a.class_weight, a.token_weight), options, lse, lse_error, upstream, entropy=entropy,
-            temperature=a.temperature, num_columns=num_columns, shard=shard,
-            skips_zeros=given is None and "losses" not in upstream,
-        )  # fmt: skip
+        tokens = TokenRows(Targets(labels, a.class_weight, a.token_weight), options, {}, a.temperature, shard)
+        skips_zeros = given is None and "losses" not in upstream
+        rows = tokens.gradient_rows(lse, lse_error, upstream, num_columns, entropy=entropy, skips_zeros=skips_zeros)
         if a.labels is None:
             rows = rows._replace(kept=None)
         saved = visited = None
         if chunks:
             saved = SavedLogits(0, chunks, are_needed_again=not backend.graph_ends())
-            visited = _with_saved(rows.kept, labels != options.ignore_index, sum(map(len, chunks)), a.chunk_size)
+            if rows.kept is not None:
+                visited = kept = labels != options.ignore_index
+                if a.chunk_size < len(kept):  # those that are alive, and all whose logits are saved
+                    order = torch.argsort(kept, descending=True, stable=True)  # as in forward
+                    visited = rows.kept.index_fill(0, order[: sum(map(len, chunks))], True) & kept
         gradients = run_backward(
             (
                 *values[: len(GRADIENTS)], *rows, own_classes(a.class_weight, num_columns, shard), ids, grad_given,
@@ -170,14 +169,6 @@ class TokenValuesFunction(torch.autograd.Function):
         triples = zip(gradients, ctx.needs_gradient, ctx.dtypes, strict=True)
         found = [gradient.to(dtype) if needed and dtype is not None else None for gradient, needed, dtype in triples]
         return None, None, None, None, *found, *[None] * (NUM_ARGUMENTS - len(found))
-
-
-def _with_saved(alive: Tensor | None, kept: Tensor, num_saved: int, chunk_size: int) -> Tensor | None:
-    """Which tokens to visit: those that are alive, and all whose logits are saved, in the order of forward."""
-    if alive is None or chunk_size >= len(kept):
-        return alive if alive is None else kept
-    order = torch.argsort(kept, descending=True, stable=True)
-    return alive.index_fill(0, order[:num_saved], True) & kept
 
 
 def given_gradient(

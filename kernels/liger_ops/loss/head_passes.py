@@ -173,19 +173,18 @@ def run_loop(
     return gradients
 
 
-@backend.register_op(f"linear_head({backend.schema_of(ForwardArguments)}) -> Tensor[]", fake=_fake_forward)
-def _forward_op(*values: Any) -> list[Tensor]:
-    return _compute(*values)
+_forward_op = backend.register_op(
+    f"linear_head({backend.schema_of(ForwardArguments)}) -> Tensor[]", fake=_fake_forward
+)(_compute)
 
 
 def run_forward(
     values: Sequence[Any], shard: VocabShard | None = None, saved: SavedLogits | None = None
 ) -> dict[str, Tensor]:
     """The results of the op of forward by their names; without the op for shards, and where logits are saved."""
-    arguments = ForwardArguments(*values)
     is_op = shard is None and saved is None
     found = _forward_op(*values) if is_op else _compute(*values, shard=shard, saved=saved)
-    return dict(zip(_result_names(arguments), found, strict=True))
+    return dict(zip(_result_names(ForwardArguments(*values)), found, strict=True))
 
 
 class BackwardArguments(NamedTuple):
@@ -250,16 +249,15 @@ def _compute_gradients(
     return list(run_loop(arguments, tokens, to_gradient, saved, shard))
 
 
-@backend.register_op(f"linear_head_backward({backend.schema_of(BackwardArguments)}) -> Tensor[]", fake=_fake_backward)
-def _backward_op(*values: Any) -> list[Tensor]:
-    return _compute_gradients(*values)
+_backward_op = backend.register_op(
+    f"linear_head_backward({backend.schema_of(BackwardArguments)}) -> Tensor[]", fake=_fake_backward
+)(_compute_gradients)
 
 
 def run_backward(
     values: Sequence[Any], shard: VocabShard | None, saved: SavedLogits | None, visited: Tensor | None
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """The op of backward, or the same without it for shards and saved logits; see :func:`_compute_gradients`."""
     if shard is None and saved is None:
-        found: list[Tensor] = _backward_op(*values)
-        return found
+        return _backward_op(*values)
     return _compute_gradients(*values, shard=shard, saved=saved, visited=visited)

@@ -117,6 +117,8 @@ def _shared_arguments(
     options: TokenLossOptions,
 ) -> dict[str, Any]:
     """Arguments of both kernels."""
+    grad_row_stride = 0 if grad_logits is None else grad_logits.stride(0)
+    grad_scale_stride = grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0
     return {
         "logits_ptr": logits,
         "grad_logits_ptr": grad_logits,
@@ -124,18 +126,12 @@ def _shared_arguments(
         "grad_scale_ptr": grad_scale,
         "GROUP": _GROUP,
         "GROUPED": _grouping(logits, grad_logits),
-        "logits_row_stride": logits.stride(0),
-        "grad_logits_row_stride": 0 if grad_logits is None else grad_logits.stride(0),
-        "grad_scale_stride": grad_scale.stride(0) if grad_scale is not None and grad_scale.dim() else 0,
+        "strides": (logits.stride(0), grad_row_stride, grad_scale_stride),
         "ignore_index": options.ignore_index,
         "softcap": options.softcap,
         "logit_scale": None if options.logit_scale == 1.0 else options.logit_scale,
         "z_loss_weight": options.z_loss_weight,
     }
-
-
-def _sum_of(class_weight: Tensor | None) -> Tensor | None:
-    return None if class_weight is None else class_weight.sum(dtype=torch.float32)
 
 
 def launch_loss(
@@ -188,7 +184,7 @@ def launch_loss(
         **arguments,
         **{f"{name}_ptr": outputs.get(name) for name in ROW_OUTPUTS},
         labels_ptr=labels,
-        class_weight_sum_ptr=_sum_of(class_weight),
+        class_weight_sum_ptr=None if class_weight is None else class_weight.sum(dtype=torch.float32),
         token_weight_ptr=token_weight,
         token_index_ptr=token_index,
         mean_scale_ptr=mean_scale,
@@ -233,7 +229,7 @@ def launch_gradient(
         launch.num_programs(num_rows),
         **_shared_arguments(logits, grad_logits, class_weight, grad_scale, options),
         **{f"{name}_ptr": tokens.get(name) for name in GradientRows._fields},
-        class_weight_sum_ptr=None if with_factors else _sum_of(class_weight),
+        class_weight_sum_ptr=None if with_factors or class_weight is None else class_weight.sum(dtype=torch.float32),
         token_weight_ptr=token_weight,
         token_index_ptr=token_index,
         num_columns=num_columns,

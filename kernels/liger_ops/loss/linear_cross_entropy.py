@@ -40,34 +40,6 @@ _ACCUMULATE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float1
 _WITH_LOGITS = "for class probabilities and heads of more than two dimensions"
 
 
-def linear_cross_entropy_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **kwargs: Any
-) -> Tensor | tuple[Tensor, TokenStats]:
-    """Materializes the logits in plain PyTorch; also takes class probabilities and several classes per token."""
-    bias = None if linear_bias is None else linear_bias.flatten()
-    logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, linear_weight.shape[:-1])
-    return cross_entropy(logits, target, **kwargs)
-
-
-def _check_chunks(
-    options: Any, chunk_bytes: int | None, accumulate_dtype: torch.dtype | None, max_valid_tokens: int | None
-) -> tuple[int | None, torch.dtype | None]:
-    """The chunk size of PyTorch's options, and ``accumulate_dtype`` or else theirs."""
-    if options is not None and not hasattr(options, "batch_chunk_size"):
-        raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
-    chunk_size = getattr(options, "batch_chunk_size", None)
-    check_integer("options.batch_chunk_size", chunk_size, at_least=1, optional=True)
-    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
-    check_integer("max_valid_tokens", max_valid_tokens, at_least=0, optional=True)
-    acc_dtype = getattr(options, "acc_dtype", None)
-    for name, value in (("accumulate_dtype", accumulate_dtype), ("options.acc_dtype", acc_dtype)):
-        if value is not None and not isinstance(value, torch.dtype):
-            raise wrong_type(name, "a torch.dtype or None", value)
-        if value is not None and value not in _ACCUMULATE_DTYPES:
-            raise wrong_value(name, "torch.float32, torch.float64, torch.bfloat16 or torch.float16", value)
-    return chunk_size, accumulate_dtype or acc_dtype
-
-
 def linear_cross_entropy(
     input: Tensor | Sequence[Tensor],
     linear_weight: Tensor,
@@ -145,7 +117,17 @@ def linear_cross_entropy(
     check_tensors(input, target, weight, token_weight)
     check_choice("reduction", reduction, REDUCTIONS)
     check_bool("return_stats", return_stats)
-    chunk_size, accumulate_dtype = _check_chunks(options, chunk_bytes, accumulate_dtype, max_valid_tokens)
+    if options is not None and not hasattr(options, "batch_chunk_size"):
+        raise wrong_type("options", "a torch.nn.LinearCrossEntropyOptions or None", options)
+    chunk_size, acc_dtype = getattr(options, "batch_chunk_size", None), getattr(options, "acc_dtype", None)
+    check_integer("options.batch_chunk_size", chunk_size, at_least=1, optional=True)
+    check_integer("chunk_bytes", chunk_bytes, at_least=1, optional=True)
+    check_integer("max_valid_tokens", max_valid_tokens, at_least=0, optional=True)
+    for name, value in {"accumulate_dtype": accumulate_dtype, "options.acc_dtype": acc_dtype}.items():
+        if value is not None and not isinstance(value, torch.dtype):
+            raise wrong_type(name, "a torch.dtype or None", value)
+        if value is not None and value not in _ACCUMULATE_DTYPES:
+            raise wrong_value(name, "torch.float32, torch.float64, torch.bfloat16 or torch.float16", value)
     check_integer("saved_logits_bytes", saved_logits_bytes, at_least=0, optional=True)
     ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
     if linear_weight.dim() < 2:
@@ -153,13 +135,15 @@ def linear_cross_entropy(
     if target.is_floating_point() or linear_weight.dim() > 2:
         if input.dim() > 2 or input.dim() < min(linear_weight.dim() - 1, 2):
             raise wrong_value("input", f"[num_tokens, hidden_size] {_WITH_LOGITS}", input)
-        for name, value in (("adapter", adapter), ("vocab_shard", vocab_shard)):
-            if value is not None:
-                raise wrong_value(name, f"None {_WITH_LOGITS}", value)
-        return linear_cross_entropy_reference(
-            input, linear_weight, target, linear_bias=linear_bias, weight=weight, reduction=reduction,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, token_weight=token_weight, softcap=softcap,
-            logit_scale=logit_scale, z_loss_weight=z_loss_weight, return_stats=return_stats,
+        for name, given in {"adapter": adapter, "vocab_shard": vocab_shard}.items():
+            if given is not None:
+                raise wrong_value(name, f"None {_WITH_LOGITS}", given)
+        bias = None if linear_bias is None else linear_bias.flatten()
+        logits = F.linear(input, linear_weight.flatten(0, -2), bias).unflatten(-1, linear_weight.shape[:-1])
+        return cross_entropy(
+            logits, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing,
+            token_weight=token_weight, softcap=softcap, logit_scale=logit_scale, z_loss_weight=z_loss_weight,
+            return_stats=return_stats,
         )  # fmt: skip
     token_options = TokenLossOptions.checked(ignore_index, label_smoothing, softcap, logit_scale, z_loss_weight)
     head = check_head(input, linear_weight, linear_bias, target, adapter, vocab_shard)
@@ -169,7 +153,7 @@ def linear_cross_entropy(
     if saved_logits_bytes is None:
         saved_logits_bytes = MAX_CHUNK_BYTES if input.is_cuda and chunk_size is None and chunk_bytes is None else 0
     chunk_size = head.chunks(chunk_bytes)[0] if chunk_size is None else chunk_size
-    accumulate_dtype = accumulate_dtype or choose_accumulate_dtype(dtype, -(-target.numel() // chunk_size))
+    accumulate_dtype = accumulate_dtype or acc_dtype or choose_accumulate_dtype(dtype, -(-target.numel() // chunk_size))
     if torch.promote_types(accumulate_dtype, dtype) != accumulate_dtype:
         raise wrong_value("accumulate_dtype", f"at least as wide as the products' {dtype}", accumulate_dtype)
     targets = flat_targets(target, weight, token_weight, dtype)

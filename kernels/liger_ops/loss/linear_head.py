@@ -46,13 +46,6 @@ class LinearHead(NamedTuple):
             chunk_size = default_chunk_size(*sizes, self.input.device, hidden_size if self.needs_gradient[1] else 0)
         return chunk_size, choose_accumulate_dtype(self.dtype, -(-num_tokens // chunk_size))
 
-    def saved_chunks(self, saved_logits_bytes: int, chunk_size: int) -> int:
-        """How many chunks of logits fit the budget; none are saved where a tracer must see what an op saves."""
-        if not any(self.needs_gradient) or not backend.runs_directly(*self.tensors):
-            return 0
-        rows = min(chunk_size, max(1, self.input.shape[0]))
-        return saved_logits_bytes // (rows * self.num_columns * self.dtype.itemsize)
-
     def products_dtype(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which products keep ``dtype``."""
         return backend.without_autocast(self.input.device.type) if self.is_autocast else contextlib.nullcontext()
@@ -99,7 +92,13 @@ def check_head(
         raise ValueError(f"{weight_name} must have at least one class, got shape {tuple(linear_weight.shape)}")
     low_rank: tuple[Tensor | None, Tensor | None] = (None, None)
     if adapter is not None:
-        adapter = _check_adapter(input, linear_weight, adapter, input_name, adapter_name)
+        check_pair(adapter_name, adapter, input_name, input)
+        rank = adapter[0].shape[-1] if adapter[0].dim() else 0
+        if adapter[0].shape[:-1] != input.shape[:-1] or adapter[1].shape != (own_size, rank):
+            raise ValueError(
+                f"{adapter_name} must be of shapes {(*input.shape[:-1], rank)} and {(own_size, rank)}, got"
+                f" {tuple(adapter[0].shape)} and {tuple(adapter[1].shape)}"
+            )
         low_rank = adapter[0].reshape(-1, adapter[0].shape[-1]), adapter[1]
     tensors: list[Any] = [input.reshape(-1, input.shape[-1]), linear_weight, linear_bias, *low_rank]
     needs_gradient = [backend.needs_graph(tensor) for tensor in tensors]
@@ -114,17 +113,3 @@ def check_head(
                 raise ValueError(f"{name} must have {input_name}'s dtype {input.dtype}, got {tensor.dtype}")
     is_autocast = dtype is not None
     return LinearHead._make((*tensors, needs_gradient, dtype or input.dtype, vocab_size, num_columns, is_autocast))
-
-
-def _check_adapter(
-    input: Tensor, linear_weight: Tensor, adapter: Any, input_name: str, name: str
-) -> tuple[Tensor, Tensor]:
-    check_pair(name, adapter, input_name, input)
-    adapter_input, adapter_weight = adapter
-    rank = adapter_input.shape[-1] if adapter_input.dim() else 0
-    if adapter_input.shape[:-1] != input.shape[:-1] or adapter_weight.shape != (linear_weight.shape[0], rank):
-        raise ValueError(
-            f"{name} must be of shapes {(*input.shape[:-1], rank)} and {(linear_weight.shape[0], rank)}, got"
-            f" {tuple(adapter_input.shape)} and {tuple(adapter_weight.shape)}"
-        )
-    return adapter_input, adapter_weight

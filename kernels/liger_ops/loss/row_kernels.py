@@ -26,6 +26,7 @@ from liger_ops.loss.row_math import (
     start_of_row,
     store_edges,
     store_groups_gradient,
+    tempered,
     to_exponent,
     transform,
 )
@@ -61,34 +62,26 @@ def _mean_scale(
 
 @triton.jit
 def _store_token(
-    losses_ptr,  # [num_tokens], float32, or None for what is not wanted, as all outputs
-    lse_ptr,
-    lse_error_ptr,
-    log_probs_ptr,
-    entropy_ptr,
-    predictions_ptr,  # int64
-    correct_ptr,  # bool
-    mean_logit_ptr,  # the mean by class weight, if there are any
-    log_sum_sq_probs_ptr,
+    output_ptrs,  # of loss_kernel, from losses_ptr on
     token,
     label,
     kept,
     label_z,
     maximum,
-    normalizer,  # sum(exp(z - maximum)), times exp(rounding)
     rounding,
-    weighted_sum,
-    expected_excess,  # sum(exp(z - maximum) * (z - maximum)), times exp(rounding)
-    squares,  # sum(exp(z - maximum)**2), times exp(rounding)**2
-    prediction,
-    label_weight,
-    class_weight_sum,
-    token_weight,
+    sums,  # see _add_edges
+    weights,  # see load_weights
     vocab_size,
     label_smoothing,
     z_loss_weight,
 ):
     """Writes one token's loss and stats, zeros if it is ignored; returns its lse and the lse's rounding error."""
+    (
+        losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr, mean_logit_ptr,
+        log_sum_sq_probs_ptr,
+    ) = output_ptrs  # fmt: skip
+    normalizer, weighted_sum, expected_excess, squares, prediction = sums
+    label_weight, class_weight_sum, token_weight = weights
     log_normalizer = tl.log(normalizer) - rounding
     lse = maximum + log_normalizer
     # Exact, since the summand of larger magnitude is taken away first.
@@ -130,24 +123,24 @@ def _sum(values):
 
 @triton.jit
 def _add_edges(
-    columns,  # [2 * GROUP], see load_edges, as the next two
-    in_row,
-    z,
+    edges,  # see load_edges
     maximum,  # of the row, as are the following
     shift,
     exponent,
-    normalizer,
-    weighted_sum,
-    expected_excess,
-    squares,
-    prediction,
+    sums,
     class_weight_ptr,
     vocab_size,
     HALF: tl.constexpr,
     WITH_SUM: tl.constexpr,
     WITH_STATS: tl.constexpr,
 ):
-    """Adds a row's edges to its sums, and to the search for the first column of the maximum."""
+    """Adds a row's edges to its sums, and to the search for the first column of the maximum.
+
+    The sums are those of exp(z - maximum), times exp(rounding); of z by class weight; of exp(z - maximum) * (z -
+    maximum), times exp(rounding); of exp(z - maximum)**2, times exp(rounding)**2; and the prediction.
+    """
+    columns, in_row, z = edges
+    normalizer, weighted_sum, expected_excess, squares, prediction = sums
     numerator = shifted_exp(z, exponent, HALF)
     if WITH_SUM:
         weight = load_class_weight(class_weight_ptr, columns, in_row)
@@ -165,9 +158,7 @@ def _reduce_row(
     z,  # [num_groups, GROUP], anything finite outside the row
     columns,  # like z
     in_row,  # like z
-    edge_columns,  # [2 * GROUP], see load_edges, or None without edges, as the next two
-    edge_in_row,
-    edge_z,
+    edges,  # see load_edges, or None without edges
     class_weight_ptr,
     vocab_size,
     HALF: tl.constexpr,
@@ -176,15 +167,15 @@ def _reduce_row(
     WITH_STATS: tl.constexpr,
     WITH_SQUARES: tl.constexpr,
 ):
-    """Reduces a row held whole: z (-inf outside it), exp(z - maximum), and everything ``_reduce_blocks`` returns."""
+    """Reduces a row held whole: z (-inf outside it), exp(z - maximum), and all that ``_reduce_blocks`` returns."""
     weighted_sum = 0.0
     if WITH_SUM:
         weighted_sum = _sum(z * load_class_weight(class_weight_ptr, columns, in_row))
     if not EVEN:
         z = tl.where(in_row, z, -float("inf"))
     maximum = tl.max(tl.max(z, axis=1), axis=0)
-    if edge_z is not None:
-        maximum = tl.maximum(maximum, tl.max(edge_z, axis=0))
+    if edges is not None:
+        maximum = tl.maximum(maximum, tl.max(edges[2], axis=0))
     # While every logit is -inf, subtracting their maximum would give NaN where nothing is known.
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     exponent = to_exponent(shift, HALF)
@@ -199,13 +190,12 @@ def _reduce_row(
     squares = 0.0
     if WITH_SQUARES:
         squares = _sum(numerator * numerator)
-    if edge_z is not None:
-        normalizer, weighted_sum, expected_excess, squares, prediction = _add_edges(
-            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normalizer, weighted_sum, expected_excess,
-            squares, prediction, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS,
-        )  # fmt: skip
-    rounding = rounding_of(shift, exponent, HALF)
-    return z, numerator, maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction
+    sums = (normalizer, weighted_sum, expected_excess, squares, prediction)
+    if edges is not None:
+        sums = _add_edges(
+            edges, maximum, shift, exponent, sums, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS
+        )
+    return z, numerator, maximum, rounding_of(shift, exponent, HALF), sums
 
 
 @triton.jit
@@ -215,18 +205,14 @@ def _absorb_block(
     mask,  # like z
     start,
     class_weight_ptr,
-    maximum,  # [num_groups], as are the rest
-    normalizer,
-    weighted_sum,
-    expected_excess,
-    squares,
-    best_start,
+    state,  # [num_groups] each: the maximum, the sums, and where the first block with the maximum starts
     HALF: tl.constexpr,
     WITH_SUM: tl.constexpr,
     WITH_STATS: tl.constexpr,
     WITH_SQUARES: tl.constexpr,
 ):
     """Adds one block of a row to the running state of each group of columns."""
+    maximum, normalizer, weighted_sum, expected_excess, squares, best_start = state
     block_maximum = tl.max(z, axis=1)
     new_maximum = tl.maximum(maximum, block_maximum)
     # While every logit so far is -inf, subtracting their maximum would give NaN.
@@ -257,14 +243,11 @@ def _reduce_blocks(
     size,  # see size_of_groups
     groups,  # [num_groups], places of the first block, as the next
     places,  # [num_groups, GROUP]
-    edge_columns,  # [2 * GROUP], see load_edges, or None without edges, as the next two
-    edge_in_row,
-    edge_z,
+    edges,  # see load_edges, or None without edges
     kept,
     class_weight_ptr,
     vocab_size,
-    softcap,
-    logit_scale,
+    scales,  # see transform
     HALF: tl.constexpr,
     WITH_SUM: tl.constexpr,
     WITH_STATS: tl.constexpr,
@@ -274,35 +257,30 @@ def _reduce_blocks(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Reduces a row block by block to what :func:`_store_token` takes: maximum, normalizer, rounding and the rest."""
+    """Reduces a row block by block to its maximum, rounding and sums."""
     num_groups: tl.constexpr = BLOCK_SIZE // GROUP
-    maxima = tl.full([num_groups], -float("inf"), dtype=tl.float32)
-    normalizers = tl.zeros([num_groups], dtype=tl.float32)
-    weighted_sums = tl.zeros([num_groups], dtype=tl.float32)
-    expected = tl.zeros([num_groups], dtype=tl.float32)
-    squares_of_groups = tl.zeros([num_groups], dtype=tl.float32)
-    best_starts = tl.zeros([num_groups], dtype=tl.int32)
+    no_max, nothing = tl.full([num_groups], -float("inf"), dtype=tl.float32), tl.zeros([num_groups], dtype=tl.float32)
+    state = (no_max, nothing, nothing, nothing, nothing, tl.zeros([num_groups], dtype=tl.int32))
     full_size = size // BLOCK_SIZE * BLOCK_SIZE
     rest_mask = before(size, full_size + groups, full_size + places, GROUPED)
     # Asked for first, so that its latency passes during the loop.
     rest = tl.load(row_ptr + full_size + places, mask=rest_mask & kept, other=0.0, eviction_policy="evict_last")
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
         logits = tl.load(row_ptr + start + places, eviction_policy="evict_last")
-        maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
-            transform(logits, logit_scale, softcap), start + places + lead, places >= 0, start, class_weight_ptr,
-            maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
-            WITH_SQUARES,
+        state = _absorb_block(
+            transform(logits, scales), start + places + lead, places >= 0, start, class_weight_ptr,
+            state, HALF, WITH_SUM, WITH_STATS, WITH_SQUARES,
         )  # fmt: skip
     if kept & (full_size < size):
-        maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts = _absorb_block(
-            tl.where(rest_mask, transform(rest, logit_scale, softcap), -float("inf")),
-            full_size + places + lead, rest_mask, full_size, class_weight_ptr,
-            maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts, HALF, WITH_SUM, WITH_STATS,
-            WITH_SQUARES,
+        z = tl.where(rest_mask, transform(rest, scales), -float("inf"))
+        state = _absorb_block(
+            z, full_size + places + lead, rest_mask, full_size, class_weight_ptr,
+            state, HALF, WITH_SUM, WITH_STATS, WITH_SQUARES,
         )  # fmt: skip
+    maxima, normalizers, weighted_sums, expected, squares_of_groups, best_starts = state
     maximum = tl.max(maxima, axis=0)
-    if edge_z is not None:
-        maximum = tl.maximum(maximum, tl.max(edge_z, axis=0))
+    if edges is not None:
+        maximum = tl.maximum(maximum, tl.max(edges[2], axis=0))
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)
     exponent = to_exponent(shift, HALF)
     decay = decay_of(maxima, exponent, HALF)
@@ -316,16 +294,15 @@ def _reduce_blocks(
         # Searching for the largest logit once, within the block that each group noted, is cheaper than in every block.
         best_places = best_starts[:, None] + places
         mask = kept & (best_places < size) & (maxima == maximum)[:, None]
-        z = transform(tl.load(row_ptr + best_places, mask=mask, other=0.0), logit_scale, softcap)
+        z = transform(tl.load(row_ptr + best_places, mask=mask, other=0.0), scales)
         candidates = tl.where(mask & (z == maximum), best_places + lead, vocab_size - 1)
         prediction = tl.min(tl.min(candidates, axis=1), axis=0)
-    if edge_z is not None:
-        normalizer, weighted_sum, expected_excess, squares, prediction = _add_edges(
-            edge_columns, edge_in_row, edge_z, maximum, shift, exponent, normalizer, weighted_sum, expected_excess,
-            squares, prediction, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS,
-        )  # fmt: skip
-    rounding = rounding_of(shift, exponent, HALF)
-    return maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction
+    sums = (normalizer, weighted_sum, expected_excess, squares, prediction)
+    if edges is not None:
+        sums = _add_edges(
+            edges, maximum, shift, exponent, sums, class_weight_ptr, vocab_size, HALF, WITH_SUM, WITH_STATS
+        )
+    return maximum, rounding_of(shift, exponent, HALF), sums
 
 
 @backend.Kernel
@@ -339,19 +316,17 @@ def loss_kernel(
     token_weight_ptr,  # [num_tokens] or None
     grad_scale_ptr,  # [] or [num_tokens], or None
     mean_scale_ptr,  # [], float32, or None; written, and a factor of the gradient
-    losses_ptr,  # [num_tokens], as are the rest; see _store_token
+    losses_ptr,  # [num_tokens], float32, or None for what is not wanted, as are the rest
     lse_ptr,
     lse_error_ptr,
     log_probs_ptr,
     entropy_ptr,
-    predictions_ptr,
-    correct_ptr,
-    mean_logit_ptr,
+    predictions_ptr,  # int64
+    correct_ptr,  # bool
+    mean_logit_ptr,  # the mean by class weight, if there are any
     log_sum_sq_probs_ptr,
     temperature_ptr,  # [num_tokens], float32, or None
-    logits_row_stride,
-    grad_logits_row_stride,
-    grad_scale_stride,
+    strides,  # of the rows of logits and their gradient, and of grad_scale
     num_rows,
     vocab_size,
     ignore_index,
@@ -367,6 +342,7 @@ def loss_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """One program computes the loss of every num_programs-th row and, on request, its gradient."""
+    logits_row_stride, grad_logits_row_stride, grad_scale_stride = strides
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
     WITH_STATS: tl.constexpr = (entropy_ptr is not None) or (predictions_ptr is not None) or (correct_ptr is not None)
     WITH_SQUARES: tl.constexpr = log_sum_sq_probs_ptr is not None
@@ -382,6 +358,10 @@ def loss_kernel(
     numbers, lanes = tl.arange(0, BLOCK_SIZE // GROUP), tl.arange(0, GROUP)
     groups = numbers * GROUP
     places = groups[:, None] + lanes[None, :]
+    output_ptrs = (
+        losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr, mean_logit_ptr,
+        log_sum_sq_probs_ptr,
+    )  # fmt: skip
     # Whole rows are loaded ahead by this loop, blocks of a row by the loops over its blocks.
     row_stages: tl.constexpr = NUM_STAGES if WHOLE_ROW else None
     for tile in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=row_stages):
@@ -399,58 +379,46 @@ def loss_kernel(
             # An ignored row is read too: a load that waited for its label could not run ahead of the loop.
             in_row = before(size, groups, places, GROUPED)
             logits = tl.load(row_ptr + places) if EVEN else tl.load(row_ptr + places, mask=in_row, other=0.0)
-        row_scale = logit_scale
-        row_softcap = softcap
+        scales = (logit_scale, softcap)
         if temperature_ptr is not None:
-            temperature = tl.load(temperature_ptr + token)
-            row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
-            row_softcap = None if softcap is None else softcap / temperature
+            scales = tempered(logit_scale, softcap, tl.load(temperature_ptr + token))
         # Read before the first barrier below: afterward another warp may already have overwritten them.
-        label_z = transform(tl.load(row_ptr - lead + label, mask=in_range, other=0.0), row_scale, row_softcap)
-        edge_columns, edge_in_row, edge_z = None, None, None
+        label_z = transform(tl.load(row_ptr - lead + label, mask=in_range, other=0.0), scales)
+        edges = None
         if GROUPED == 2:
-            edge_columns, edge_in_row, edge_z = load_edges(
-                row_ptr, lead, size, vocab_size, row_scale, row_softcap, GROUP
-            )
-        label_weight, class_weight_sum, token_weight = load_weights(
-            class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size
-        )
+            edges = load_edges(row_ptr, lead, size, vocab_size, scales, GROUP)
+        weights = load_weights(class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, vocab_size)
         if WHOLE_ROW:
-            (
-                z, numerator, maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction,
-            ) = _reduce_row(
-                transform(logits, row_scale, row_softcap), places + lead, in_row, edge_columns, edge_in_row, edge_z,
-                class_weight_ptr, vocab_size, HALF, EVEN, WITH_SUM, WITH_STATS, WITH_SQUARES,
+            z, numerator, maximum, rounding, sums = _reduce_row(
+                transform(logits, scales), places + lead, in_row, edges, class_weight_ptr, vocab_size,
+                HALF, EVEN, WITH_SUM, WITH_STATS, WITH_SQUARES,
             )  # fmt: skip
         else:
-            maximum, normalizer, rounding, weighted_sum, expected_excess, squares, prediction = _reduce_blocks(
-                row_ptr, lead, size, groups, places, edge_columns, edge_in_row, edge_z, kept, class_weight_ptr,
-                vocab_size, row_softcap, row_scale, HALF, WITH_SUM, WITH_STATS, WITH_SQUARES, GROUP, GROUPED,
-                BLOCK_SIZE, NUM_STAGES,
+            maximum, rounding, sums = _reduce_blocks(
+                row_ptr, lead, size, groups, places, edges, kept, class_weight_ptr, vocab_size, scales,
+                HALF, WITH_SUM, WITH_STATS, WITH_SQUARES, GROUP, GROUPED, BLOCK_SIZE, NUM_STAGES,
             )  # fmt: skip
         lse, lse_error = _store_token(
-            losses_ptr, lse_ptr, lse_error_ptr, log_probs_ptr, entropy_ptr, predictions_ptr, correct_ptr,
-            mean_logit_ptr, log_sum_sq_probs_ptr, token, label, kept, label_z, maximum, normalizer, rounding,
-            weighted_sum, expected_excess, squares, prediction, label_weight, class_weight_sum, token_weight,
-            vocab_size, label_smoothing, z_loss_weight,
+            output_ptrs, token, label, kept, label_z, maximum, rounding, sums, weights, vocab_size, label_smoothing,
+            z_loss_weight,
         )  # fmt: skip
         if grad_logits_ptr is not None:
             probability_factor, label_term, smoothing_term = gradient_factors(
-                grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight,
-                mean_scale, vocab_size, label_smoothing, row_scale, z_loss_weight,
+                grad_scale_ptr, grad_scale_stride, token, kept, lse, weights, mean_scale, vocab_size, label_smoothing,
+                scales[0], z_loss_weight,
             )  # fmt: skip
             exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
+            terms = (lse, (exp_factor, smoothing_term, None), class_weight_ptr, label_smoothing, scales)
             grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
             grad_row_ptr = grad_logits_ptr + grad_start
             if WHOLE_ROW:
                 # One multiplication where comparing each column with the label would take two instructions.
                 is_label_group = (numbers == (label - lead) // GROUP).to(tl.float32)
                 lane_terms = tl.where(lanes == (label - lead) % GROUP, label_term, 0.0)
-                grad = gradient(
-                    numerator, z, places + lead, in_row, class_weight_ptr, probability_factor / normalizer,
-                    is_label_group[:, None] * lane_terms[None, :], smoothing_term, None, 0.0, label_smoothing,
-                    row_softcap,
-                )  # fmt: skip
+                factors = (probability_factor / sums[0], smoothing_term, None)
+                of_numerator = (0.0, factors, class_weight_ptr, label_smoothing, scales)
+                label_terms = is_label_group[:, None] * lane_terms[None, :]
+                grad = gradient(numerator, z, places + lead, in_row, label_terms, of_numerator)
                 grad = tl.where(kept, grad.to(grad_logits_ptr.dtype.element_ty), 0.0)
                 if EVEN:
                     tl.store(grad_row_ptr + places, grad)
@@ -458,15 +426,11 @@ def loss_kernel(
                     tl.store(grad_row_ptr + places, grad, mask=in_row)
             else:
                 store_groups_gradient(
-                    row_ptr, grad_row_ptr, lead, size, class_weight_ptr, label, label_z, kept, lse, exp_factor,
-                    label_term, smoothing_term, None, label_smoothing, row_softcap, row_scale, GROUP,
+                    row_ptr, grad_row_ptr, lead, size, label, label_z, kept, label_term, terms, GROUP,
                     GROUPED, BLOCK_SIZE, NUM_STAGES,
                 )  # fmt: skip
             if GROUPED == 2:
-                store_edges(
-                    grad_row_ptr, edge_columns, edge_in_row, edge_z, lead, class_weight_ptr, label, kept, lse,
-                    exp_factor, label_term, smoothing_term, None, label_smoothing, row_softcap, HALF,
-                )  # fmt: skip
+                store_edges(grad_row_ptr, edges, lead, label, kept, label_term, terms, HALF)
 
 
 @backend.Kernel
@@ -487,9 +451,7 @@ def gradient_kernel(
     class_weight_sum_ptr,  # [] or None
     token_weight_ptr,  # [num_tokens] or None
     grad_scale_ptr,  # [] or [num_tokens]
-    logits_row_stride,
-    grad_logits_row_stride,
-    grad_scale_stride,
+    strides,  # of the rows of logits and their gradient, and of grad_scale
     num_columns,
     ignore_index,
     label_smoothing,  # None if there is nothing to subtract at every class
@@ -502,6 +464,7 @@ def gradient_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """One program writes the gradient of one row, which is all or a part of a token's logits."""
+    logits_row_stride, grad_logits_row_stride, grad_scale_stride = strides
     row = tl.program_id(0).to(tl.int64)
     token = row
     if token_index_ptr is not None:
@@ -511,14 +474,11 @@ def gradient_kernel(
     if kept_ptr is not None:
         kept = tl.load(kept_ptr + token) != 0
     lse = tl.load(lse_ptr + token)
-    entropy_factor = None
     if probability_factor_ptr is None:
-        label_weight, class_weight_sum, token_weight = load_weights(
-            class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, num_columns
-        )
+        weights = load_weights(class_weight_ptr, class_weight_sum_ptr, token_weight_ptr, token, label, num_columns)
         probability_factor, label_term, smoothing_term = gradient_factors(
-            grad_scale_ptr, grad_scale_stride, token, kept, lse, label_weight, class_weight_sum, token_weight, 1.0,
-            num_columns, label_smoothing, logit_scale, z_loss_weight,
+            grad_scale_ptr, grad_scale_stride, token, kept, lse, weights, 1.0, num_columns, label_smoothing,
+            logit_scale, z_loss_weight,
         )  # fmt: skip
     else:
         probability_factor = tl.load(probability_factor_ptr + token)
@@ -528,34 +488,27 @@ def gradient_kernel(
             smoothing_term = tl.load(smoothing_term_ptr + token)
         if entropy_factor_ptr is not None:
             entropy_factor = tl.load(entropy_factor_ptr + token)
-    row_scale = logit_scale
-    row_softcap = softcap
+    scales = (logit_scale, softcap)
     if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + token)
-        row_scale = (1.0 if logit_scale is None else logit_scale) / temperature
-        row_softcap = None if softcap is None else softcap / temperature
+        scales = tempered(logit_scale, softcap, tl.load(temperature_ptr + token))
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
     start, lead = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)
     row_ptr, grad_row_ptr = logits_ptr + start, grad_logits_ptr + grad_start
     has_label = kept & (label >= 0) & (label < num_columns)
-    label_z = transform(tl.load(row_ptr - lead + label, mask=has_label, other=0.0), row_scale, row_softcap)
+    label_z = transform(tl.load(row_ptr - lead + label, mask=has_label, other=0.0), scales)
     size = size_of_groups(lead, num_columns, GROUP, GROUPED)
     lse_error = tl.load(lse_error_ptr + token)
-    exp_factor = factor_of_exp(probability_factor, lse, lse_error, HALF)
-    exp_entropy_factor = None
-    if entropy_factor is not None:
-        exp_entropy_factor = factor_of_exp(entropy_factor, lse, lse_error, HALF)
+    factors = (factor_of_exp(probability_factor, lse, lse_error, HALF), smoothing_term, None)
+    if entropy_factor_ptr is not None:
+        factors = (factors[0], smoothing_term, factor_of_exp(entropy_factor, lse, lse_error, HALF))
+    terms = (lse, factors, class_weight_ptr, label_smoothing, scales)
     if GROUPED == 2:
-        columns, in_row, z = load_edges(row_ptr, lead, size, num_columns, row_scale, row_softcap, GROUP)
+        edges = load_edges(row_ptr, lead, size, num_columns, scales, GROUP)
     tl.debug_barrier()  # before a warp overwrites what others read
     if GROUPED == 2:
-        store_edges(
-            grad_row_ptr, columns, in_row, z, lead, class_weight_ptr, label, kept, lse, exp_factor, label_term,
-            smoothing_term, exp_entropy_factor, label_smoothing, row_softcap, HALF,
-        )  # fmt: skip
+        store_edges(grad_row_ptr, edges, lead, label, kept, label_term, terms, HALF)
     store_groups_gradient(
-        row_ptr, grad_row_ptr, lead, size, class_weight_ptr, label, label_z, kept, lse, exp_factor, label_term,
-        smoothing_term, exp_entropy_factor, label_smoothing, row_softcap, row_scale, GROUP, GROUPED, BLOCK_SIZE,
-        NUM_STAGES,
+        row_ptr, grad_row_ptr, lead, size, label, label_z, kept, label_term, terms, GROUP, GROUPED,
+        BLOCK_SIZE, NUM_STAGES,
     )  # fmt: skip

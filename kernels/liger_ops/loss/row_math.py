@@ -13,13 +13,23 @@ from liger_ops.backend import tanh
 
 
 @triton.jit
-def transform(logits, logit_scale, softcap):
+def transform(logits, scales):
+    """Scales and soft-caps logits, in float32; both of ``scales`` may be None."""
+    logit_scale, softcap = scales
     z = logits.to(tl.float32)
     if logit_scale is not None:
         z *= logit_scale
     if softcap is not None:
         z = softcap * tanh(z / softcap)
     return z
+
+
+@triton.jit
+def tempered(logit_scale, softcap, temperature):
+    """The scales of :func:`transform` for logits that are divided by a temperature."""
+    return (
+        1.0 if logit_scale is None else logit_scale
+    ) / temperature, None if softcap is None else softcap / temperature
 
 
 @triton.jit
@@ -58,8 +68,8 @@ def before(end, groups, places, GROUPED: tl.constexpr):
 
 
 @triton.jit
-def load_edges(row_ptr, lead, size, vocab_size, logit_scale, softcap, GROUP: tl.constexpr):
-    """The columns of a row's edges, ``[2 * GROUP]``, which of them exist, and their z (-inf elsewhere).
+def load_edges(row_ptr, lead, size, vocab_size, scales, GROUP: tl.constexpr):
+    """A row's edges: their columns, ``[2 * GROUP]``, which of them exist, and their z (-inf elsewhere).
 
     Args:
         row_ptr: To the first whole group.
@@ -70,7 +80,7 @@ def load_edges(row_ptr, lead, size, vocab_size, logit_scale, softcap, GROUP: tl.
     is_lead = lanes < GROUP
     columns = tl.where(is_lead, lanes, lead + size + lanes - GROUP)
     in_row = (columns < vocab_size) & tl.where(is_lead, lanes < lead, True)
-    z = transform(tl.load(row_ptr + columns - lead, mask=in_row, other=0.0), logit_scale, softcap)
+    z = transform(tl.load(row_ptr + columns - lead, mask=in_row, other=0.0), scales)
     return columns, in_row, tl.where(in_row, z, -float("inf"))
 
 
@@ -137,9 +147,7 @@ def gradient_factors(
     token,
     kept,
     lse,
-    label_weight,
-    class_weight_sum,
-    token_weight,
+    weights,  # see load_weights
     mean_scale,
     vocab_size,
     label_smoothing,
@@ -147,6 +155,7 @@ def gradient_factors(
     z_loss_weight,
 ):
     """Factors of a row's gradient: of its probabilities, of one at the label, and of the classes' weights."""
+    label_weight, class_weight_sum, token_weight = weights
     factor = token_weight * mean_scale
     if logit_scale is not None:
         factor *= logit_scale
@@ -166,16 +175,17 @@ def gradient(
     z,
     columns,
     mask,
-    class_weight_ptr,  # [vocab_size] or None
-    probability_factor,
     label_term,  # where columns are the label, else 0
-    smoothing_term,
-    entropy_factor,  # of probability * (z - lse), or None
-    lse,
-    label_smoothing,
-    softcap,
+    terms,
 ):
-    """d loss / d logits, given factors that include the upstream gradient."""
+    """d loss / d logits, given the ``terms`` of its row, whose factors include the upstream gradient.
+
+    These are: lse; factors of ``probability``, of the class weights and of ``probability * (z - lse)`` (or None); the
+    pointer to the class weights or None; label_smoothing; and the scales of :func:`transform`.
+    """
+    lse, factors, class_weight_ptr, label_smoothing, scales = terms
+    probability_factor, smoothing_term, entropy_factor = factors
+    softcap = scales[1]
     grad = probability * probability_factor - label_term
     if entropy_factor is not None:
         grad += tl.where(probability > 0.0, probability * (z - lse), 0.0) * entropy_factor
@@ -209,27 +219,18 @@ def factor_of_exp(probability_factor, lse, lse_error, HALF: tl.constexpr):
 @triton.jit
 def store_edges(
     grad_row_ptr,  # to the first whole group
-    columns,  # see load_edges, as the next two
-    in_row,
-    z,
+    edges,  # see load_edges
     lead,
-    class_weight_ptr,
     label,
     kept,
-    lse,
-    exp_factor,  # see factor_of_exp
     label_term,
-    smoothing_term,
-    exp_entropy_factor,  # see factor_of_exp, or None
-    label_smoothing,
-    softcap,
+    terms,  # see gradient, with factors of factor_of_exp
     HALF: tl.constexpr,
 ):
     """Writes the gradient of a row's edges, zeros if its token is ignored."""
-    grad = gradient(
-        shifted_exp(z, to_exponent(lse, HALF), HALF), z, columns, in_row, class_weight_ptr, exp_factor,
-        tl.where(columns == label, label_term, 0.0), smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
-    )  # fmt: skip
+    columns, in_row, z = edges
+    probability = shifted_exp(z, to_exponent(terms[0], HALF), HALF)
+    grad = gradient(probability, z, columns, in_row, tl.where(columns == label, label_term, 0.0), terms)
     grad = tl.where(kept, grad, 0.0).to(grad_row_ptr.dtype.element_ty)
     tl.store(grad_row_ptr + columns - lead, grad, mask=in_row)
 
@@ -240,18 +241,11 @@ def store_groups_gradient(
     grad_row_ptr,  # may be logits_row_ptr
     lead,  # see start_of_row
     size,  # see size_of_groups
-    class_weight_ptr,
     label,
     label_z,
     kept,
-    lse,
-    exp_factor,  # see factor_of_exp
     label_term,
-    smoothing_term,
-    exp_entropy_factor,  # see factor_of_exp, or None
-    label_smoothing,
-    softcap,
-    logit_scale,
+    terms,  # as in store_edges
     GROUP: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -260,7 +254,7 @@ def store_groups_gradient(
     """Writes d loss / d logits of a row's whole groups block by block, zeros if its token is ignored."""
     HALF: tl.constexpr = logits_row_ptr.dtype.element_ty != tl.float32
     dtype: tl.constexpr = grad_row_ptr.dtype.element_ty
-    exponent = to_exponent(lse, HALF)
+    exponent, scales = to_exponent(terms[0], HALF), terms[4]
     groups = tl.arange(0, BLOCK_SIZE // GROUP) * GROUP
     places = groups[:, None] + tl.arange(0, GROUP)[None, :]
     full_size = size // BLOCK_SIZE * BLOCK_SIZE
@@ -268,28 +262,19 @@ def store_groups_gradient(
     # Asked for first, so that its latency passes during the loop.
     rest = tl.load(logits_row_ptr + full_size + places, mask=rest_mask & kept, other=0.0, eviction_policy="evict_first")
     for start in tl.range(0, tl.where(kept, full_size, 0), BLOCK_SIZE, num_stages=NUM_STAGES):
-        z = transform(tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), logit_scale, softcap)
-        grad = gradient(
-            shifted_exp(z, exponent, HALF), z, start + places + lead, places >= 0, class_weight_ptr, exp_factor,
-            0.0, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
-        )  # fmt: skip
+        z = transform(tl.load(logits_row_ptr + start + places, eviction_policy="evict_first"), scales)
+        grad = gradient(shifted_exp(z, exponent, HALF), z, start + places + lead, places >= 0, 0.0, terms)
         tl.store(grad_row_ptr + start + places, grad.to(dtype), eviction_policy="evict_first")
     num_blocks = size // BLOCK_SIZE
     for block in range(tl.where(kept, num_blocks, 0), num_blocks):
         tl.store(grad_row_ptr + block * BLOCK_SIZE + places, tl.full(places.shape, 0.0, dtype))
     if full_size < size:
-        z = transform(rest, logit_scale, softcap)
-        grad = gradient(
-            shifted_exp(z, exponent, HALF), z, full_size + places + lead, rest_mask, class_weight_ptr, exp_factor,
-            0.0, smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
-        )  # fmt: skip
+        z = transform(rest, scales)
+        grad = gradient(shifted_exp(z, exponent, HALF), z, full_size + places + lead, rest_mask, 0.0, terms)
         grad = tl.where(kept, grad, 0.0).to(dtype)
         tl.store(grad_row_ptr + full_size + places, grad, mask=rest_mask, eviction_policy="evict_first")
     # The label's entry is overwritten, which is cheaper than a comparison in every column.
     has_label = kept & (label >= lead) & (label < lead + size)
     tl.debug_barrier()  # after the stores of every warp
-    grad = gradient(
-        shifted_exp(label_z, exponent, HALF), label_z, label, has_label, class_weight_ptr, exp_factor, label_term,
-        smoothing_term, exp_entropy_factor, lse, label_smoothing, softcap,
-    )  # fmt: skip
+    grad = gradient(shifted_exp(label_z, exponent, HALF), label_z, label, has_label, label_term, terms)
     tl.store(grad_row_ptr - lead + label, grad.to(dtype), mask=has_label)

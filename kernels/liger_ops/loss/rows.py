@@ -97,11 +97,9 @@ class TokenRows:
                 grad_logits=logits if with_gradient else None, token_index=index,
             )  # fmt: skip
             return
-        labels, class_weight, token_weight = self.targets
-        targets = Targets(at(labels, index), class_weight, at(token_weight, index))
-        temperature = at(self.temperature, index)
-        found = _statistics(logits, targets, self.options, self.buffers.keys(), temperature, self.shard)
-        kept = targets.labels != self.options.ignore_index
+        own = self.at(index)
+        found = own._statistics(logits, self.buffers.keys())
+        kept = own.targets.labels != self.options.ignore_index
         for name, buffer in self.buffers.items():
             value = found[name].where(kept, self.options.ignore_index if name == "predictions" else 0).to(buffer.dtype)
             if index is None:
@@ -111,20 +109,143 @@ class TokenRows:
         if with_gradient:
             lse = found["lse"].to(torch.promote_types(logits.dtype, torch.float32))
             scale = torch.ones_like(lse) if grad_scale is None else at(grad_scale, index)
-            lse_error = found["lse_error"].to(lse.dtype)
-            loss_gradient_in_place(logits, targets, self.options, lse, lse_error, scale, temperature, self.shard)
+            own.loss_to_gradient(logits, lse, found["lse_error"].to(lse.dtype), scale)
+
+    def at(self, index: Tensor | None) -> "TokenRows":
+        """Some tokens, without buffers."""
+        labels, class_weight, token_weight = self.targets
+        targets = Targets(at(labels, index), class_weight, at(token_weight, index))
+        return TokenRows(targets, self.options, {}, at(self.temperature, index), self.shard)
 
     def to_gradient(self, logits: Tensor, index: Tensor | None, upstream: Mapping[str, Tensor | None]) -> None:
         """Overwrites logits whose lse, its error and, if need be, entropy are in the buffers with their gradient.
 
-        ``upstream`` has the gradients of these rows' scores, by name; see :func:`gradient_rows`.
+        ``upstream`` has the gradients of these rows' scores, by name; see :meth:`gradient_rows`.
         """
-        rows = gradient_rows(
-            Targets(at(self.targets.labels, index), None, None), self.options, at(self.buffers["lse"], index),
-            at(self.buffers["lse_error"], index), upstream, entropy=at(self.buffers.get("entropy"), index),
-            temperature=at(self.temperature, index), num_columns=logits.shape[1], shard=self.shard,
-        )  # fmt: skip
+        lse, lse_error, entropy = (at(self.buffers.get(name), index) for name in ("lse", "lse_error", "entropy"))
+        rows = self.at(index).gradient_rows(lse, lse_error, upstream, logits.shape[1], entropy=entropy)
         gradient_in_place(logits, rows, self.options, None)
+
+    def loss_to_gradient(self, logits: Tensor, lse: Tensor, lse_error: Tensor, grad_scale: Tensor) -> None:
+        """Overwrites the logits of all tokens with the gradient of ``sum(losses * grad_scale)``."""
+        upstream, num_columns = {"losses": grad_scale.expand_as(lse)}, logits.shape[1]
+        rows = self.gradient_rows(lse, lse_error, upstream, num_columns, skips_zeros=False)
+        own = own_classes(self.targets.class_weight, num_columns, self.shard)
+        gradient_in_place(logits, rows, self.options, own)
+
+    def gradient_rows(
+        self,
+        lse: Tensor,
+        lse_error: Tensor,
+        upstream: Mapping[str, Tensor | None],
+        num_columns: int,
+        *,
+        entropy: Tensor | None = None,
+        skips_zeros: bool = True,
+    ) -> GradientRows:
+        """What the gradient of tokens' logits is made of.
+
+        Args:
+            lse, lse_error, entropy: ``[num_tokens]``; the last if it has an upstream gradient.
+            upstream: Gradients of ``losses``, ``log_probs``, ``entropy``, ``lse`` and ``mean_logit``, ``[num_tokens]``
+                each; None and those that are left out are zeros, and those of ignored tokens have no effect.
+            num_columns: Classes of the logits.
+            skips_zeros: Whether tokens that have no upstream gradient but zeros are left out, as ignored ones are.
+        """
+        (labels, _, token_weight), options, shard, temperature = (
+            self.targets,
+            self.options,
+            self.shard,
+            self.temperature,
+        )
+        first, vocab_size = (0, num_columns) if shard is None else (shard.start, shard.vocab_size)
+        given = {name: gradient.to(lse.dtype) for name, gradient in upstream.items() if gradient is not None}
+        probability_factor = label_term = torch.zeros_like(lse)
+        smoothing_term = entropy_factor = None
+        if "losses" in given:
+            label_weight, weight_sum = self._label_weights(vocab_size, lse)
+            grad_loss = given["losses"] if token_weight is None else given["losses"] * token_weight.to(lse.dtype)
+            label_term = label_weight * grad_loss
+            smoothing = options.label_smoothing / vocab_size * grad_loss
+            probability_factor = label_term + weight_sum * smoothing + 2.0 * options.z_loss_weight * lse * grad_loss
+            smoothing_term = smoothing if options.label_smoothing else None
+        if "log_probs" in given:
+            grad_label = given["log_probs"].where((labels >= 0) & (labels < vocab_size), torch.nan)
+            probability_factor = label_term = -grad_label
+        if "lse" in given:
+            probability_factor = probability_factor + given["lse"]
+        if "entropy" in given:
+            assert entropy is not None
+            probability_factor = probability_factor - given["entropy"] * entropy
+            entropy_factor = -given["entropy"]
+        if "mean_logit" in given:
+            smoothing_term = given["mean_logit"] / -vocab_size
+        own_labels = labels - first
+        is_own = (labels != options.ignore_index) & (own_labels >= 0) & (own_labels < num_columns)
+        kept = labels != options.ignore_index
+        if skips_zeros:
+            is_wanted = torch.zeros_like(kept)
+            for gradient in given.values():
+                is_wanted |= gradient != 0
+            kept = kept & is_wanted
+        scale = options.logit_scale if temperature is None else options.logit_scale / temperature
+        return GradientRows(
+            own_labels.where(is_own, -1),
+            lse,
+            lse_error,
+            probability_factor * scale,
+            label_term * scale,
+            None if smoothing_term is None else smoothing_term * scale,
+            None if entropy_factor is None else entropy_factor * scale,
+            temperature,
+            kept,
+        )
+
+    def _statistics(self, logits: Tensor, names: Collection[str]) -> dict[str, Tensor]:
+        """All ``ROW_OUTPUTS`` that follow from what ``names`` take, of each row, float64; of ignored rows anything."""
+        (labels, class_weight, token_weight), options, shard = self.targets, self.options, self.shard
+        num_columns = logits.shape[1]
+        first, vocab_size = (0, num_columns) if shard is None else (shard.start, shard.vocab_size)
+        own_labels = labels - first
+        own_labels = own_labels.where((own_labels >= 0) & (own_labels < num_columns), -1)
+        wanted = {"lse", "label_z"}
+        wanted |= {"weighted"} if options.label_smoothing or "mean_logit" in names else set()
+        if {"entropy", "predictions", "correct"}.intersection(names):
+            wanted |= {"entropy", "largest", "predictions"}
+        wanted |= {"lse_of_squares"} if "log_sum_sq_probs" in names else set()
+        weight = own_classes(class_weight, num_columns, shard)
+        own = TokenRows(Targets(own_labels, weight, None), options, {}, self.temperature)
+        by_kernel = shard is not None and num_columns > 0 and backend.use_triton(logits)
+        sent = (_sum_classes_by_kernel if by_kernel else _sum_classes)(logits, own, wanted)
+        if shard is not None:
+            sent["predictions"] = sent.get("predictions", sent["lse"]) + first
+            sent = _merge({name: value for name, value in sent.items() if name in wanted}, shard)
+        lse, in_range = sent["lse"], (labels >= 0) & (labels < vocab_size)
+        found = {"lse": lse, "log_probs": (sent["label_z"] - lse).where(in_range, torch.nan)}
+        rounded = lse.to(torch.promote_types(logits.dtype, torch.float32))
+        found["lse_error"] = (lse - rounded).nan_to_num(0.0)  # of classes that are all impossible
+        if "predictions" in wanted:
+            predictions = sent["predictions"].long()
+            found |= {"entropy": sent["entropy"], "predictions": predictions, "correct": predictions == labels}
+        if "weighted" in wanted:
+            found["mean_logit"] = sent["weighted"] / vocab_size
+        if "lse_of_squares" in wanted:
+            found["log_sum_sq_probs"] = sent["lse_of_squares"] - 2.0 * lse
+        label_weight, weight_sum = self._label_weights(vocab_size, lse)
+        losses = options.z_loss_weight * lse**2 - label_weight * found["log_probs"]
+        if options.label_smoothing:
+            losses = losses + options.label_smoothing / vocab_size * (weight_sum * lse - sent["weighted"])
+        found["losses"] = losses if token_weight is None else losses * token_weight
+        return found
+
+    def _label_weights(self, vocab_size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """``(1 - label_smoothing)`` times each label's weight, NaN if it is no class; the sum of all weights."""
+        labels, class_weight, _ = self.targets
+        in_range = (labels >= 0) & (labels < vocab_size)
+        weight, total = torch.ones_like(like), torch.full_like(like, vocab_size)
+        if class_weight is not None:
+            weight, total = class_weight.to(like.dtype)[labels.where(in_range, 0)], class_weight.sum(dtype=like.dtype)
+        return ((1.0 - self.options.label_smoothing) * weight).where(in_range, torch.nan), total
 
 
 def own_classes(class_weight: Tensor | None, num_columns: int, shard: VocabShard | None) -> Tensor | None:
@@ -132,61 +253,6 @@ def own_classes(class_weight: Tensor | None, num_columns: int, shard: VocabShard
     if class_weight is None or shard is None:
         return class_weight
     return class_weight[shard.start : shard.start + num_columns]
-
-
-def _statistics(
-    logits: Tensor,
-    targets: Targets,
-    options: TokenLossOptions,
-    names: Collection[str],
-    temperature: Tensor | None,
-    shard: VocabShard | None,
-) -> dict[str, Tensor]:
-    """All of ``ROW_OUTPUTS`` that follow from what ``names`` take, of each row, float64; of ignored rows anything."""
-    labels, class_weight, token_weight = targets
-    num_columns = logits.shape[1]
-    first, vocab_size = (0, num_columns) if shard is None else (shard.start, shard.vocab_size)
-    own_labels = labels - first
-    own_labels = own_labels.where((own_labels >= 0) & (own_labels < num_columns), -1)
-    wanted = {"lse", "label_z"}
-    wanted |= {"weighted"} if options.label_smoothing or "mean_logit" in names else set()
-    if {"entropy", "predictions", "correct"}.intersection(names):
-        wanted |= {"entropy", "largest", "predictions"}
-    wanted |= {"lse_of_squares"} if "log_sum_sq_probs" in names else set()
-    weight = own_classes(class_weight, num_columns, shard)
-    own = TokenRows(Targets(own_labels, weight, None), options, {}, temperature)
-    by_kernel = shard is not None and num_columns > 0 and backend.use_triton(logits)
-    sent = (_sum_classes_by_kernel if by_kernel else _sum_classes)(logits, own, wanted)
-    if shard is not None:
-        sent["predictions"] = sent.get("predictions", sent["lse"]) + first
-        sent = _merge({name: value for name, value in sent.items() if name in wanted}, shard)
-    lse, in_range = sent["lse"], (labels >= 0) & (labels < vocab_size)
-    found = {"lse": lse, "log_probs": (sent["label_z"] - lse).where(in_range, torch.nan)}
-    rounded = lse.to(torch.promote_types(logits.dtype, torch.float32))
-    found["lse_error"] = (lse - rounded).nan_to_num(0.0)  # of classes that are all impossible
-    if "predictions" in wanted:
-        predictions = sent["predictions"].long()
-        found |= {"entropy": sent["entropy"], "predictions": predictions, "correct": predictions == labels}
-    if "weighted" in wanted:
-        found["mean_logit"] = sent["weighted"] / vocab_size
-    if "lse_of_squares" in wanted:
-        found["log_sum_sq_probs"] = sent["lse_of_squares"] - 2.0 * lse
-    label_weight, weight_sum = _label_weights(targets, options, vocab_size, lse)
-    losses = options.z_loss_weight * lse**2 - label_weight * found["log_probs"]
-    if options.label_smoothing:
-        losses = losses + options.label_smoothing / vocab_size * (weight_sum * lse - sent["weighted"])
-    found["losses"] = losses if token_weight is None else losses * token_weight
-    return found
-
-
-def _label_weights(targets: Targets, options: TokenLossOptions, vocab_size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """``(1 - label_smoothing)`` times each label's weight, NaN if it is no class; the sum of all classes' weights."""
-    labels, class_weight, _ = targets
-    in_range = (labels >= 0) & (labels < vocab_size)
-    weight, total = torch.ones_like(like), torch.full_like(like, vocab_size)
-    if class_weight is not None:
-        weight, total = class_weight.to(like.dtype)[labels.where(in_range, 0)], class_weight.sum(dtype=like.dtype)
-    return ((1.0 - options.label_smoothing) * weight).where(in_range, torch.nan), total
 
 
 def _sum_classes(logits: Tensor, rows: TokenRows, wanted: Set[str]) -> dict[str, Tensor]:
@@ -256,94 +322,6 @@ def _merge(sums: dict[str, Tensor], shard: VocabShard) -> dict[str, Tensor]:
         is_largest = parts["largest"] == parts["largest"].amax(0)
         whole["predictions"] = parts["predictions"].where(is_largest, shard.vocab_size - 1).amin(0)
     return whole
-
-
-def gradient_rows(
-    targets: Targets,
-    options: TokenLossOptions,
-    lse: Tensor,
-    lse_error: Tensor,
-    upstream: Mapping[str, Tensor | None],
-    *,
-    entropy: Tensor | None = None,
-    temperature: Tensor | None = None,
-    num_columns: int,
-    shard: VocabShard | None = None,
-    skips_zeros: bool = True,
-) -> GradientRows:
-    """What the gradient of tokens' logits is made of.
-
-    Args:
-        targets, options: Of the tokens, as for :class:`TokenRows`.
-        lse, lse_error, entropy: ``[num_tokens]``; the last if it has an upstream gradient.
-        upstream: Gradients of ``losses``, ``log_probs``, ``entropy``, ``lse`` and ``mean_logit``, ``[num_tokens]``
-            each; None and those that are left out are zeros, and those of ignored tokens have no effect.
-        temperature: ``[num_tokens]`` or None.
-        num_columns: Classes of the logits.
-        shard: Their place in the vocabulary, if they are part of one.
-        skips_zeros: Whether tokens that have no upstream gradient but zeros are left out, as ignored ones are.
-    """
-    labels, _, token_weight = targets
-    first, vocab_size = (0, num_columns) if shard is None else (shard.start, shard.vocab_size)
-    given = {name: gradient.to(lse.dtype) for name, gradient in upstream.items() if gradient is not None}
-    probability_factor = label_term = torch.zeros_like(lse)
-    smoothing_term = entropy_factor = None
-    if "losses" in given:
-        label_weight, weight_sum = _label_weights(targets, options, vocab_size, lse)
-        grad_loss = given["losses"] if token_weight is None else given["losses"] * token_weight.to(lse.dtype)
-        label_term = label_weight * grad_loss
-        smoothing = options.label_smoothing / vocab_size * grad_loss
-        probability_factor = label_term + weight_sum * smoothing + 2.0 * options.z_loss_weight * lse * grad_loss
-        smoothing_term = smoothing if options.label_smoothing else None
-    if "log_probs" in given:
-        grad_label = given["log_probs"].where((labels >= 0) & (labels < vocab_size), torch.nan)
-        probability_factor = label_term = -grad_label
-    if "lse" in given:
-        probability_factor = probability_factor + given["lse"]
-    if "entropy" in given:
-        assert entropy is not None
-        probability_factor = probability_factor - given["entropy"] * entropy
-        entropy_factor = -given["entropy"]
-    if "mean_logit" in given:
-        smoothing_term = given["mean_logit"] / -vocab_size
-    own_labels = labels - first
-    is_own = (labels != options.ignore_index) & (own_labels >= 0) & (own_labels < num_columns)
-    kept = labels != options.ignore_index
-    if skips_zeros:
-        is_wanted = torch.zeros_like(kept)
-        for gradient in given.values():
-            is_wanted |= gradient != 0
-        kept = kept & is_wanted
-    scale = options.logit_scale if temperature is None else options.logit_scale / temperature
-    return GradientRows(
-        own_labels.where(is_own, -1),
-        lse,
-        lse_error,
-        probability_factor * scale,
-        label_term * scale,
-        None if smoothing_term is None else smoothing_term * scale,
-        None if entropy_factor is None else entropy_factor * scale,
-        temperature,
-        kept,
-    )
-
-
-def loss_gradient_in_place(
-    logits: Tensor,
-    targets: Targets,
-    options: TokenLossOptions,
-    lse: Tensor,
-    lse_error: Tensor,
-    grad_scale: Tensor,
-    temperature: Tensor | None = None,
-    shard: VocabShard | None = None,
-) -> None:
-    """Overwrites the logits of all ``targets`` with the gradient of ``sum(losses * grad_scale)``."""
-    rows = gradient_rows(
-        targets, options, lse, lse_error, {"losses": grad_scale.expand_as(lse)}, temperature=temperature,
-        num_columns=logits.shape[1], shard=shard, skips_zeros=False,
-    )  # fmt: skip
-    gradient_in_place(logits, rows, options, own_classes(targets.class_weight, logits.shape[1], shard))
 
 
 def gradient_in_place(

@@ -135,27 +135,13 @@ def _project_arguments(x: Tensor, phi: Tensor) -> dict[str, Any]:
     }
 
 
-def _empty(x: Tensor, phi: Tensor) -> list[Tensor]:
-    return [x.new_empty((*x.shape[:-2], phi.shape[1] + 1), dtype=torch.float32)]
+def _project_forward(outputs: list[Tensor], x: Tensor, phi: Tensor) -> None:
+    _project_kernel.launch(-(-x.shape[:-2].numel() // 32), y_ptr=outputs[0], **_project_arguments(x, phi))
 
 
-@backend.register_op("mhc_project_forward", fake=_empty)
-def _project_forward(x: Tensor, phi: Tensor) -> list[Tensor]:
-    (y,) = _empty(x, phi)
-    if x.numel():
-        _project_kernel.launch(-(-x.shape[:-2].numel() // 32), y_ptr=y, **_project_arguments(x, phi))
-    return [y]
-
-
-@backend.register_op(
-    "mhc_project_backward", fake=lambda grad_y, x, phi, needs: backend.empty_gradients((x, phi), needs)
-)
-def _project_backward(grad_y: Tensor, x: Tensor, phi: Tensor, needs: list[bool]) -> list[Tensor]:
-    """Returns those gradients of x and phi that are needed; parts of phi's are added in a fixed order."""
-    gradients = backend.empty_gradients((x, phi), needs)
-    if not x.numel():
-        return [gradient.zero_() for gradient in gradients]
-    grad_x, grad_phi = backend.spread(gradients, needs)
+def _project_backward(gradients: Any, grad_y: Tensor, x: Tensor, phi: Tensor) -> None:
+    """Parts of phi's gradient are added in a fixed order."""
+    grad_x, grad_phi = gradients
     arguments = _project_arguments(x, phi)
     num_blocks = -(-phi.shape[0] // arguments["BLOCK_LENGTH"])
     wanted = -(-2 * backend.hardware(x.device).multiprocessors // num_blocks)
@@ -165,7 +151,6 @@ def _project_backward(grad_y: Tensor, x: Tensor, phi: Tensor, needs: list[bool])
     _project_backward_kernel.launch(num_blocks * num_parts, num_parts=num_parts, **tensors, **arguments)
     if grad_phi is not None and parts is not None:
         grad_phi.copy_(parts.sum(0))
-    return gradients
 
 
 @backend.Kernel
@@ -213,41 +198,46 @@ def _sinkhorn_kernel(
     tl.store(y_ptr + offsets, result, mask=mask)
 
 
-def _launch_sinkhorn(matrix: Tensor, grad_y: Tensor | None, tmax: int, eps: float) -> list[Tensor]:
-    """y, or the gradient of the matrix; in tiles of 1024 elements."""
-    y, n = matrix.new_empty(matrix.shape), matrix.shape[-1]
-    if y.numel():
-        num_rows, block_streams = y.shape[:-2].numel(), backend.next_power_of_2(n)
-        block_rows = max(1, 1024 // block_streams**2)
-        _sinkhorn_kernel.launch(
-            -(-num_rows // block_rows),
-            matrix_ptr=matrix.contiguous(),
-            y_ptr=y,
-            grad_y_ptr=None if grad_y is None else grad_y.contiguous(),
-            divisors_ptr=None if grad_y is None else y.new_empty((num_rows, tmax, 2, n)),
-            num_rows=num_rows,
-            n=n,
-            tmax=tmax,
-            eps=eps,
-            BLOCK_ROWS=block_rows,
-            BLOCK_STREAMS=block_streams,
-            num_warps=4,
-        )
-    return [y]
+def _launch_sinkhorn(y: Tensor, matrix: Tensor, grad_y: Tensor | None, tmax: int, eps: float) -> None:
+    """Writes y, or the gradient of the matrix; in tiles of 1024 elements."""
+    n, num_rows = matrix.shape[-1], y.shape[:-2].numel()
+    block_streams = backend.next_power_of_2(n)
+    block_rows = max(1, 1024 // block_streams**2)
+    _sinkhorn_kernel.launch(
+        -(-num_rows // block_rows),
+        matrix_ptr=matrix.contiguous(),
+        y_ptr=y,
+        grad_y_ptr=None if grad_y is None else grad_y.contiguous(),
+        divisors_ptr=None if grad_y is None else y.new_empty((num_rows, tmax, 2, n)),
+        num_rows=num_rows,
+        n=n,
+        tmax=tmax,
+        eps=eps,
+        BLOCK_ROWS=block_rows,
+        BLOCK_STREAMS=block_streams,
+        num_warps=4,
+    )
 
 
-@backend.register_op("mhc_sinkhorn_forward", fake=lambda matrix, *others: [matrix.new_empty(matrix.shape)])
-def _sinkhorn_forward(matrix: Tensor, tmax: int, eps: float) -> list[Tensor]:
-    return _launch_sinkhorn(matrix, None, tmax, eps)
+def _fits(x: Tensor, *_: Any) -> bool:
+    return x.shape[-2] <= MAX_STREAMS
 
 
-@backend.register_op("mhc_sinkhorn_backward", fake=lambda grad_y, *others: [grad_y.new_empty(grad_y.shape)])
-def _sinkhorn_backward(grad_y: Tensor, matrix: Tensor, tmax: int, eps: float, needs: list[bool]) -> list[Tensor]:
-    return _launch_sinkhorn(matrix, grad_y, tmax, eps)
-
-
-_project = differentiable("MHCProjectFunction", projection_reference, _project_forward, _project_backward)
-_sinkhorn = differentiable("MHCSinkhornFunction", sinkhorn_reference, _sinkhorn_forward, _sinkhorn_backward)
+_project = differentiable(
+    "mhc_project",
+    projection_reference,
+    _project_forward,
+    _project_backward,
+    allocate=lambda x, phi: [x.new_empty((*x.shape[:-2], phi.shape[1] + 1), dtype=torch.float32)],
+    fits=_fits,
+)
+_sinkhorn = differentiable(
+    "mhc_sinkhorn",
+    sinkhorn_reference,
+    lambda outputs, matrix, *options: _launch_sinkhorn(outputs[0], matrix, None, *options),
+    lambda gradients, grad_y, matrix, *options: _launch_sinkhorn(gradients[0], matrix, grad_y, *options),
+    fits=_fits,
+)
 
 
 def check_streams(x: Tensor) -> None:
@@ -309,9 +299,9 @@ def mhc_coeffs(
     check_options(tmax, post_mult, rms_eps=rms_eps, pre_eps=pre_eps, sinkhorn_eps=sinkhorn_eps)
     scale = torch.cat([alpha.expand(size) for alpha, size in zip(alphas.values(), (n, n, n * n), strict=True)])
     options: Any = tmax, float(sinkhorn_eps)
-    y = projection_reference(x, phi) if n > MAX_STREAMS else _project(x, phi, ())
+    y = _project(x, phi, ())
     gates, res = (y[..., :-1] * torch.rsqrt(y[..., -1:] + rms_eps) * scale + b).split([2 * n, n * n], dim=-1)
     pre, post = gates.sigmoid().split(n, dim=-1)
     matrix = res.unflatten(-1, (n, n)).softmax(-1) + sinkhorn_eps
-    h_res = sinkhorn_reference(matrix, *options) if n > MAX_STREAMS else _sinkhorn(matrix, options)
+    h_res = _sinkhorn(matrix, options)
     return pre + pre_eps, post * post_mult, h_res

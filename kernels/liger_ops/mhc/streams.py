@@ -144,38 +144,29 @@ def _launch(kernel: Any, tensors: dict[str, Tensor | None], **others: Any) -> No
     )
 
 
-def _empty(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> list[Tensor]:
+def _allocate(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-2], w.shape[-2], x.shape[-1]))]
 
 
-@backend.register_op("mhc_mix_forward", fake=_empty)
-def _mix_forward(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> list[Tensor]:
-    (y,) = _empty(x, f, w, v)
-    if y.numel():
-        _launch(_forward_kernel, {"x": x, "f": f, "w": w, "v": v}, y_ptr=y)
-    return [y]
+def _forward(outputs: list[Tensor], x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> None:
+    _launch(_forward_kernel, {"x": x, "f": f, "w": w, "v": v}, y_ptr=outputs[0])
 
 
-@backend.register_op("mhc_mix_backward", fake=lambda grad_y, *others: backend.empty_gradients(others[:4], others[-1]))
-def _mix_backward(
-    grad_y: Tensor, x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None, needs: list[bool]
-) -> list[Tensor]:
-    """Returns those gradients of x, f, w and v that are needed."""
-    gradients = backend.empty_gradients((x, f, w, v), needs)
-    if grad_y.numel():
-        names = ("grad_x_ptr", "grad_f_ptr", "grad_w_ptr", "grad_v_ptr")
-        pointers = dict(zip(names, backend.spread(gradients, needs), strict=True))
-        block_out = backend.next_power_of_2(w.shape[-2])
-        tensors = {"x": x, "f": f, "w": w, "v": v, "grad_y": grad_y}
-        _launch(_backward_kernel, tensors, BLOCK_OUT=block_out, **pointers)
-    return gradients
+def _backward(gradients: Any, grad_y: Tensor, x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> None:
+    names = ("grad_x_ptr", "grad_f_ptr", "grad_w_ptr", "grad_v_ptr")
+    tensors = {"x": x, "f": f, "w": w, "v": v, "grad_y": grad_y}
+    block_out = backend.next_power_of_2(w.shape[-2])
+    _launch(_backward_kernel, tensors, BLOCK_OUT=block_out, **dict(zip(names, gradients, strict=True)))
 
 
-_mix = differentiable("MixStreamsFunction", mix_streams_reference, _mix_forward, _mix_backward)
-
-
-def _mix_streams(x: Tensor, f: Tensor | None, w: Tensor, v: Tensor | None) -> Tensor:
-    return mix_streams_reference(x, f, w, v) if x.shape[-2] > MAX_STREAMS else _mix(x, f, w, v, ())
+_mix = differentiable(
+    "mhc_mix",
+    mix_streams_reference,
+    _forward,
+    _backward,
+    allocate=_allocate,
+    fits=lambda x, *_: x.shape[-2] <= MAX_STREAMS,
+)
 
 
 def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
@@ -195,7 +186,7 @@ def mhc_pre(x: Tensor, h_pre: Tensor) -> Tensor:
     check_floating_tensors("x", x, optional=False, h_pre=h_pre)
     check_streams(x)
     check_shape("h_pre", h_pre, x.shape[:-1], "[*, num_streams]")
-    return _mix_streams(x, None, h_pre.unsqueeze(-2), None).squeeze(-2)
+    return _mix(x, None, h_pre.unsqueeze(-2), None, ()).squeeze(-2)
 
 
 def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
@@ -219,7 +210,7 @@ def mhc_post_res(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor) -> Ten
     check_shape("f_out", f_out, (*shape, num_channels), "[*, num_channels]")
     check_shape("h_post", h_post, (*shape, num_streams), "[*, num_streams]")
     check_shape("h_res", h_res, (*shape, num_streams, num_streams), "[*, num_streams, num_streams]")
-    return _mix_streams(x, f_out, h_res, h_post)
+    return _mix(x, f_out, h_res, h_post, ())
 
 
 class HyperConnection(nn.Module):

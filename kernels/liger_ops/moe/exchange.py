@@ -37,11 +37,7 @@ class _Gathered:
         self.group, self._num_tokens = group.ranks, len(index)
         self._most = int(all_gather(torch.tensor([len(index)], device="cpu"), group.hosts).max())
         self.index = self.send(index, fill=-1) - num_experts * group.ranks.rank()
-        self._num_rows = backend.HostNumber(((self.index >= 0) & (self.index < num_experts)).sum())
-
-    @property
-    def num_rows(self) -> int:
-        return int(self._num_rows)
+        self.num_rows = backend.HostNumber(((self.index >= 0) & (self.index < num_experts)).sum())
 
     def send(self, rows: Tensor, fill: int = 0) -> Tensor:
         if len(rows) < self._most:
@@ -132,4 +128,4 @@ def run_on_ranks(
     """
     exchange: Any = (_Gathered if group.ranks.size() < index.shape[1] else _Routed)(group, num_experts, index)
     x, scores = _Send.apply(exchange, x, scores)
-    return _Return.apply(compute(x, exchange.index, scores, exchange.num_rows), exchange)
+    return _Return.apply(compute(x, exchange.index, scores, int(exchange.num_rows)), exchange)

@@ -97,9 +97,7 @@ def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, s
     return y.to(x.dtype)
 
 
-def _forward_fake(
-    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *settings: Any
-) -> list[Tensor]:
+def _forward_fake(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, *settings: Any) -> list[Tensor]:
     *_, interleaved, transposed, keep, num_rows = settings
     layout = _Layout(gate_up, down, interleaved, transposed)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -139,20 +137,16 @@ def _forward(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Te
     return [y] if z is None else [y, z, *places]
 
 
-def _backward_fake(
-    grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *rest: Any
-) -> list[Tensor]:
-    down_bias, adapters, z, needs = *rest[:3], rest[-1]
+def _backward_fake(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> list[Tensor]:
+    _, scores, down_bias, adapters, z, *_, needs = rest
     biases = gate_up.new_empty((gate_up.shape[0], z.shape[1])), down_bias
     return backend.empty_gradients((x, gate_up, down, scores, *biases, *adapters), needs)
 
 
-def _gradients(
-    grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, scores: Tensor, *others: Any
-) -> list[Tensor]:
+def _gradients(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, *others: Any) -> list[Tensor]:
     """Those gradients of x, gate_up, down, scores, the biases and the adapters that are needed; z is lost if
     ``overwrite``, as the op that ends in an underscore has it."""
-    down_bias, adapters, z, places, *options, interleaved, transposed, overwrite, needs = others
+    index, scores, down_bias, adapters, z, places, *options, interleaved, transposed, overwrite, needs = others
     layout, gate = _Layout(gate_up, down, interleaved, transposed), Gate(*options)
     needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias, *needs_adapters = needs
     where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(len(z))
@@ -169,7 +163,12 @@ def _gradients(
         low, None if down_a is None else down_a.mT,
     )  # fmt: skip
     if down_bias is not None and needs_scores:
-        grad_scores += _bias_scores(grad, down_bias, index)
+        if grad.is_cuda and grad.dtype.itemsize == 2:
+            by_expert = torch.mm(grad, down_bias.mT, out_dtype=torch.float32)
+        else:
+            by_expert = grad.float() @ down_bias.mT.float()
+        is_used = (index >= 0) & (index < layout.num_experts)
+        grad_scores += by_expert.gather(1, index.clamp(0, layout.num_experts - 1)).where(is_used, 0.0)
     grad_x = grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = None
 
     def differentiate(place: int, left: Any, right: Any, left_gathered: bool | None) -> None:
@@ -221,17 +220,6 @@ _backward, _backward_in_place = (
 )
 
 
-def _bias_scores(grad: Tensor, down_bias: Tensor, index: Tensor) -> Tensor:
-    """The part of the scores' gradients that comes from down's bias, ``[num_tokens, top_k]``."""
-    num_experts = down_bias.shape[0]
-    if grad.is_cuda and grad.dtype.itemsize == 2:
-        by_expert = torch.mm(grad, down_bias.mT, out_dtype=torch.float32)
-    else:
-        by_expert = grad.float() @ down_bias.mT.float()
-    is_used = (index >= 0) & (index < num_experts)
-    return by_expert.gather(1, index.clamp(0, num_experts - 1)).where(is_used, 0.0)
-
-
 @register_flop_formula(torch.ops.liger_ops.moe_experts, get_raw=True)
 def _forward_flops(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, **_: Any) -> int:
     """As PyTorch's counter and estimates of time take them."""
@@ -248,8 +236,6 @@ def _backward_flops(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, *res
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd."""
-
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         tensors, (gate, interleaved, transposed, num_rows), adapters = args[:7], args[7:11], args[11:]
@@ -346,7 +332,25 @@ def moe_experts(
     check_floating_tensors("x", x, gate_up_bias=gate_up_bias, down_bias=down_bias)
     check_tensor("top_k_index", top_k_index)
     check_same_device("x", x, top_k_index=top_k_index)
-    _check_shapes(x, gate_up, down, top_k_index, top_k_weights, gate_up_bias, down_bias, transposed)
+    if x.dim() == 0:
+        raise wrong_value("x", "a tensor of [..., hidden_size]", x)
+    if down.dim() != 3 or min(down.shape) < 1:
+        raise wrong_value("down", "a tensor of three dimensions", down)
+    num_experts, hidden_size, width = down.mT.shape if transposed else down.shape
+    if x.shape[-1] != hidden_size:
+        raise wrong_value("x", f"of [..., hidden_size={hidden_size}] as down has it", x)
+    size = gate_up.shape[-1 if transposed else -2] if gate_up.dim() == 3 else 0
+    size = size if size in (width, 2 * width) else 2 * width
+    shape = (num_experts, hidden_size, size) if transposed else (num_experts, size, hidden_size)
+    check_shape("gate_up", gate_up, shape, "down's")
+    if gate_up.dtype != down.dtype:
+        raise wrong_value("down", f"a tensor in gate_up's {gate_up.dtype}", down)
+    check_shape("gate_up_bias", gate_up_bias, (num_experts, size), "the weight's")
+    check_shape("down_bias", down_bias, (num_experts, hidden_size), "the weight's")
+    tokens = x.shape[:-1]
+    if top_k_index.dtype != torch.int64 or top_k_index.shape[:-1] != tokens or top_k_index.dim() != x.dim():
+        raise wrong_value("top_k_index", f"an int64 tensor of [{', '.join(map(str, tokens))}, top_k]", top_k_index)
+    check_shape("top_k_weights", top_k_weights, top_k_index.shape, "top_k_index's")
     adapters = _check_adapter("gate_up_adapter", gate_up_adapter, gate_up, transposed)
     adapters += _check_adapter("down_adapter", down_adapter, down, transposed)
     dtype = backend.autocast_dtype(x.device.type) or gate_up.dtype
@@ -367,37 +371,6 @@ def moe_experts(
     else:
         y = run_on_ranks(compute, group, down.shape[0], rows.to(dtype), index, scores)
     return y.to(x.dtype).view(x.shape)
-
-
-def _check_shapes(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    transposed: bool,
-) -> None:
-    if x.dim() == 0:
-        raise wrong_value("x", "a tensor of [..., hidden_size]", x)
-    if down.dim() != 3 or min(down.shape) < 1:
-        raise wrong_value("down", "a tensor of three dimensions", down)
-    num_experts, hidden_size, width = down.mT.shape if transposed else down.shape
-    if x.shape[-1] != hidden_size:
-        raise wrong_value("x", f"of [..., hidden_size={hidden_size}] as down has it", x)
-    size = gate_up.shape[-1 if transposed else -2] if gate_up.dim() == 3 else 0
-    if size not in (width, 2 * width):
-        size = 2 * width
-    shape = (num_experts, hidden_size, size) if transposed else (num_experts, size, hidden_size)
-    check_shape("gate_up", gate_up, shape, "down's")
-    if gate_up.dtype != down.dtype:
-        raise wrong_value("down", f"a tensor in gate_up's {gate_up.dtype}", down)
-    check_shape("gate_up_bias", gate_up_bias, (num_experts, size), "the weight's")
-    check_shape("down_bias", down_bias, (num_experts, hidden_size), "the weight's")
-    if index.dtype != torch.int64 or index.shape[:-1] != x.shape[:-1] or index.dim() != x.dim():
-        raise wrong_value("top_k_index", f"an int64 tensor of [{', '.join(map(str, x.shape[:-1]))}, top_k]", index)
-    check_shape("top_k_weights", weights, index.shape, "top_k_index's")
 
 
 def _check_adapter(name: str, adapter: Any, weight: Tensor, transposed: bool) -> list[Tensor | None]:

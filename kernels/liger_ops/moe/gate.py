@@ -38,13 +38,8 @@ class Gate(NamedTuple):
     def constants(self) -> dict[str, object]:
         """Arguments of the kernels."""
         limit_kind = 0 if self.limit is None else 2 if self.limit_output else 1
-        return {
-            "limit": float(self.limit or 0.0),
-            "alpha": float(self.alpha),
-            "up_offset": float(self.up_offset),
-            "ACTIVATION": self.activation,
-            "LIMIT": limit_kind,
-        }
+        constants = float(self.limit or 0.0), float(self.alpha), float(self.up_offset)
+        return {"constants": constants, "ACTIVATION": self.activation, "LIMIT": limit_kind}
 
     def reference(self, gate: Tensor, up: Tensor | None) -> Tensor:
         """In float32 or wider, not rounded."""
@@ -67,8 +62,9 @@ class Gate(NamedTuple):
 
 
 @triton.jit
-def gate_values(gate, up, limit, alpha, up_offset, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, HALF: tl.constexpr):
+def gate_values(gate, up, constants, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, HALF: tl.constexpr):
     """The product, and its derivatives by gate and up, in float32. ``up`` is None for a gate alone."""
+    limit, alpha, up_offset = constants
     limited = gate
     if LIMIT == 1:
         limited = tl.where(gate > limit, limit, gate)  # NaN stays NaN

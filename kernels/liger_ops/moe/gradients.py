@@ -22,7 +22,7 @@ from liger_ops.moe.tiles import (
 
 @triton.jit
 def _gate_gradients(
-    grad_a, first_column, rows, inside, scores, z_ptr, grad_z_ptr, scaled_ptr, width, limit, alpha, up_offset,
+    grad_a, first_column, rows, inside, scores, z_ptr, grad_z_ptr, scaled_ptr, width, constants,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Stores what a tile of the gradient of a, without scores, gives; returns its part of the scores' gradients."""
@@ -38,16 +38,16 @@ def _gate_gradients(
         both_mask = inside[:, None] & (both < 2 * width)[None, :]
         z = tl.load(z_ptr + places, mask=both_mask, other=0.0).to(tl.float32)
         gate, up = split_pairs(z, BLOCK_ROWS, BLOCK_COLUMNS)
-        a, slope, by_up = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+        a, slope, by_up = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
     elif GATED == 1:
         places = long_rows[:, None] * 2 * width + columns[None, :]
         gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(z_ptr + places + width, mask=mask, other=0.0).to(tl.float32)
-        a, slope, by_up = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+        a, slope, by_up = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
     else:
         places = long_rows[:, None] * width + columns[None, :]
         gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        a, slope, by_up = gate_values(gate, None, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+        a, slope, by_up = gate_values(gate, None, constants, ACTIVATION, LIMIT, HALF)
     # Columns beyond the last one are 0 in grad_a, but 0 times a value that overflowed would not be.
     part = tl.sum(tl.where(mask, a * grad_a, 0.0), axis=1)
     if scaled_ptr is not None:
@@ -87,14 +87,9 @@ def _gate_backward_kernel(
     num_blocks,
     width,
     hidden_size,
-    row_stride,
-    expert_stride,
-    column_stride,
-    term_stride,
+    strides,  # of rows, and of the weight's experts, columns and terms
     low_sizes,
-    limit,
-    alpha,
-    up_offset,
+    constants,  # see Gate
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     GATED: tl.constexpr,
@@ -108,6 +103,7 @@ def _gate_backward_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes the gradients of z in BLOCK_COLUMNS columns of a tile of rows, and what the scores get."""
+    row_stride, expert_stride, column_stride, term_stride = strides
     expert, first_row, end, block = find_tile(
         offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_blocks, BLOCK_ROWS
     )
@@ -135,7 +131,7 @@ def _gate_backward_kernel(
             own = rest
         part += _gate_gradients(
             own, block * BLOCK_COLUMNS + number * PART, rows, inside, scores, z_ptr, grad_z_ptr, scaled_ptr,
-            width, limit, alpha, up_offset, ACTIVATION, LIMIT, GATED,
+            width, constants, ACTIVATION, LIMIT, GATED,
         )  # fmt: skip
     tl.store(partial_ptr + rows.to(tl.int64) * num_blocks + block, part, mask=inside)
 

@@ -34,14 +34,9 @@ def _gate_up_kernel(
     num_blocks,
     width,
     hidden_size,
-    row_stride,
-    expert_stride,
-    column_stride,
-    term_stride,
+    strides,  # of rows, and of the weight's experts, columns and terms
     low_sizes,
-    limit,
-    alpha,
-    up_offset,
+    constants,  # see Gate
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     GATED: tl.constexpr,  # 0 without up, 1 with up after all of the gate, 2 with up in odd columns
@@ -54,6 +49,7 @@ def _gate_up_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes BLOCK_COLUMNS columns of a tile of rows: products with gate and up, and a of them."""
+    row_stride, expert_stride, column_stride, term_stride = strides
     expert, first_row, end, block = find_tile(
         offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_blocks, BLOCK_ROWS
     )
@@ -87,7 +83,7 @@ def _gate_up_kernel(
         if bias_ptr is not None:
             gate += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias + width + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
-        a, _, _ = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+        a, _, _ = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
         if z_ptr is not None:
             z_ptrs = z_ptr + long_rows[:, None] * z_width + columns[None, :]
             tl.store(z_ptrs, gate.to(z_ptr.dtype.element_ty), mask=mask)
@@ -106,9 +102,9 @@ def _gate_up_kernel(
             z += tl.load(bias + all_columns, mask=all_columns < z_width, other=0.0).to(tl.float32)[None, :]
         if GATED == 2:
             gate, up = split_pairs(z, BLOCK_ROWS, BLOCK_COLUMNS)
-            a, _, _ = gate_values(gate, up, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+            a, _, _ = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
         else:
-            a, _, _ = gate_values(z, None, limit, alpha, up_offset, ACTIVATION, LIMIT, HALF)
+            a, _, _ = gate_values(z, None, constants, ACTIVATION, LIMIT, HALF)
         if z_ptr is not None:
             z_ptrs = z_ptr + long_rows[:, None] * z_width + all_columns[None, :]
             z_mask = inside[:, None] & (all_columns < z_width)[None, :]
@@ -133,10 +129,7 @@ def _product_kernel(
     num_blocks,
     num_columns,
     num_terms,
-    row_stride,
-    expert_stride,
-    column_stride,
-    term_stride,
+    strides,  # of rows, and of the weight's experts, columns and terms
     low_sizes,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -147,6 +140,7 @@ def _product_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program multiplies a tile of rows with BLOCK_COLUMNS output features of its expert."""
+    row_stride, expert_stride, column_stride, term_stride = strides
     expert, first_row, end, block = find_tile(
         offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_blocks, BLOCK_ROWS
     )

@@ -274,8 +274,6 @@ def _backward(grad: Tensor, logits: Tensor, index: Tensor, score: str, normalize
 
 
 class _RouterFunction(torch.autograd.Function):
-    """Ties the two ops together for autograd."""
-
     @staticmethod
     def forward(ctx: Any, logits: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         index, chosen = _forward(logits, bias, *options)

@@ -9,6 +9,8 @@ rows and keeps sums of some columns in registers, which are added in a fixed ord
 again. Saved: x, alpha, gamma, beta. Source: arXiv:2503.10622.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -110,33 +112,22 @@ def _backward_kernel(
     tl.store(part_ptrs + num_parts * num_columns, tl.sum(grad_beta, axis=0)[None, :], mask=column_mask)
 
 
-@backend.register_op("dyt_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
-def _dyt_forward(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> list[Tensor]:
-    y = x.new_empty(x.shape)
-    if y.numel():
-        launch = choose_launch(x.shape[-1])
-        num_tiles, num_blocks = launch.num_programs(x.numel() // x.shape[-1]), -(-x.shape[-1] // launch.block_size)
-        beta = None if beta is None else beta.contiguous()
-        pointers = {"alpha_ptr": alpha, "gamma_ptr": gamma.contiguous(), "beta_ptr": beta, "y_ptr": y}
-        launch.run(_forward_kernel, num_tiles * num_blocks, {"x": x}, num_parts=num_tiles, **pointers)
-    return [y]
+def _forward(outputs: list[Tensor], x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> None:
+    launch = choose_launch(x.shape[-1])
+    num_tiles, num_blocks = launch.num_programs(x.numel() // x.shape[-1]), -(-x.shape[-1] // launch.block_size)
+    beta = None if beta is None else beta.contiguous()
+    pointers = {"alpha_ptr": alpha, "gamma_ptr": gamma.contiguous(), "beta_ptr": beta, "y_ptr": outputs[0]}
+    launch.run(_forward_kernel, num_tiles * num_blocks, {"x": x}, num_parts=num_tiles, **pointers)
 
 
-@backend.register_op("dyt_backward", fake=lambda grad_y, *others: backend.empty_gradients(others[:4], others[-1]))
-def _dyt_backward(
-    grad_y: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None, needs: list[bool]
-) -> list[Tensor]:
-    """Returns those gradients of x, alpha, gamma and beta that are needed."""
-    gradients = backend.empty_gradients((x, alpha, gamma, beta), needs)
-    if x.numel() == 0:
-        return [gradient.zero_() for gradient in gradients]
+def _backward(gradients: Any, grad_y: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> None:
     launch = choose_launch(x.shape[-1])
     num_blocks = -(-x.shape[-1] // launch.block_size)
     num_tiles = launch.num_programs(x.numel() // x.shape[-1])
     num_parts = min(num_tiles, max(1, 4 * backend.hardware(x.device).multiprocessors // num_blocks))
     parts = x.new_empty((2, num_parts, x.shape[-1]), dtype=torch.float32)
     alpha_parts = parts.new_empty(num_parts * num_blocks)
-    grad_x, *others = backend.spread(gradients, needs)
+    grad_x, *others = gradients
     pointers = {"alpha_ptr": alpha, "gamma_ptr": gamma.contiguous(), "grad_x_ptr": grad_x}
     pointers |= {"alpha_parts_ptr": alpha_parts, "parts_ptr": parts}
     rows = {"x": x, "grad_y": grad_y}
@@ -144,10 +135,9 @@ def _dyt_backward(
     for gradient, each in zip(others, (alpha_parts, *parts), strict=True):
         if gradient is not None:
             gradient.copy_(each.sum(dim=0))
-    return gradients
 
 
-_compute = differentiable("DyTFunction", dyt_reference, _dyt_forward, _dyt_backward)
+_compute = differentiable("dyt", dyt_reference, _forward, _backward)
 
 
 def dyt(input: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:

@@ -187,12 +187,9 @@ def _backward_kernel(
                 tl.store(grad_x_ptr + offsets, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
 
 
-def _forward_fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape)
-    statistics = x.new_empty((2, x.shape[0] * num_groups), dtype=torch.float32)
-    return y, statistics
+def _allocate(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float) -> list[Tensor]:
+    """y, and rstd and mean of each sample's groups."""
+    return [x.new_empty(x.shape), x.new_empty((2, x.shape[0] * num_groups), dtype=torch.float32)]
 
 
 def _shared_arguments(
@@ -217,14 +214,10 @@ def _shared_arguments(
     }, block_size
 
 
-@backend.register_op("group_norm_forward", fake=_forward_fake)
-def _group_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Returns y of x's shape, and rstd and mean of each sample's groups."""
-    y, statistics = _forward_fake(x, weight, bias, num_groups, eps)
-    if y.numel() == 0:
-        return y, statistics
+def _forward(
+    outputs: list[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float
+) -> None:
+    y, statistics = outputs
     arguments, block_size = _shared_arguments(x, weight, statistics, num_groups)
     _forward_kernel.launch(
         statistics.shape[1],
@@ -234,28 +227,11 @@ def _group_norm_forward(
         BLOCK_SIZE=block_size,
         **arguments,
     )
-    return y, statistics
 
 
-@backend.register_op(
-    "group_norm_backward",
-    fake=lambda grad_y, x, weight, bias, *others: backend.empty_gradients((x, weight, bias), others[-1]),
-)
-def _group_norm_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    num_groups: int,
-    eps: float,
-    needs: list[bool],
-) -> list[Tensor]:
-    """Returns those gradients of x, weight and bias that are needed."""
-    gradients = backend.empty_gradients((x, weight, bias), needs)
-    if x.numel() == 0:
-        return [gradient.zero_() for gradient in gradients]
-    grad_x, grad_weight, grad_bias = backend.spread(gradients, needs)
+def _backward(gradients: Any, grad_y: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> None:
+    _, statistics, num_groups, _ = others
+    grad_x, grad_weight, grad_bias = gradients
     arguments, _ = _shared_arguments(x, weight, statistics, num_groups)
     parts = None if grad_weight is None and grad_bias is None else statistics.new_empty(2, x.shape[0], x.shape[1])
     _backward_kernel.launch(
@@ -265,10 +241,11 @@ def _group_norm_backward(
         # The weight's parts come first; of one gradient alone, take only its own.
         wanted = parts[:1] if grad_bias is None else parts[1:] if grad_weight is None else parts
         sum_parts(wanted, grad_weight, grad_bias)
-    return gradients
 
 
-_compute = differentiable("GroupNormFunction", group_norm_reference, _group_norm_forward, _group_norm_backward)
+_compute = differentiable(
+    "group_norm", group_norm_reference, _forward, _backward, allocate=_allocate, others=("statistics",)
+)
 
 
 def group_norm(

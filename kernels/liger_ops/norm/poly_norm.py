@@ -9,6 +9,8 @@ Arithmetic is float32, and y is rounded once. Backward computes the powers and r
 rows, and its sums are added in a fixed order, so results repeat. Saved: x, w, b. Source: arXiv:2411.03884.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -140,26 +142,15 @@ def _backward_kernel(
     tl.store(part_ptr + 3, tl.sum(sum0))
 
 
-@backend.register_op("poly_norm_forward", fake=lambda x, *others: [x.new_empty(x.shape)])
-def _poly_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> list[Tensor]:
-    y = x.new_empty(x.shape)
-    if y.numel():
-        launch = choose_launch(x.shape[-1])
-        num_tiles = launch.num_programs(x.numel() // x.shape[-1])
-        weight = weight.contiguous()
-        launch.run(_forward_kernel, num_tiles, {"x": x}, weight_ptr=weight, bias_ptr=bias, y_ptr=y, eps=eps)
-    return [y]
+def _forward(outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
+    launch = choose_launch(x.shape[-1])
+    num_tiles = launch.num_programs(x.numel() // x.shape[-1])
+    pointers = {"weight_ptr": weight.contiguous(), "bias_ptr": bias, "y_ptr": outputs[0]}
+    launch.run(_forward_kernel, num_tiles, {"x": x}, eps=eps, **pointers)
 
 
-@backend.register_op("poly_norm_backward", fake=lambda grad_y, *others: backend.empty_gradients(others[:3], others[-1]))
-def _poly_norm_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float, needs: list[bool]
-) -> list[Tensor]:
-    """Returns those gradients of x, weight and bias that are needed."""
-    gradients = backend.empty_gradients((x, weight, bias), needs)
-    if x.numel() == 0:
-        return [gradient.zero_() for gradient in gradients]
-    grad_x, grad_weight, grad_bias = backend.spread(gradients, needs)
+def _backward(gradients: Any, grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
+    grad_x, grad_weight, grad_bias = gradients
     launch = choose_launch(x.shape[-1])
     num_programs = min(launch.num_programs(x.numel() // x.shape[-1]), 4 * backend.hardware(x.device).multiprocessors)
     parts = x.new_empty((num_programs, 4), dtype=torch.float32)
@@ -171,10 +162,11 @@ def _poly_norm_backward(
         grad_weight.copy_(sums[:3])
     if grad_bias is not None:
         grad_bias.copy_(sums[3])
-    return gradients
 
 
-_compute = differentiable("PolyNormFunction", poly_norm_reference, _poly_norm_forward, _poly_norm_backward)
+_compute = differentiable(
+    "poly_norm", poly_norm_reference, _forward, _backward, fits=lambda x, *_: x.shape[-1] <= MAX_COLUMNS
+)
 
 
 def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
@@ -198,6 +190,4 @@ def poly_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) ->
     check_shape("weight", weight, (3,))
     check_single(bias=bias)
     eps = as_number("eps", eps, at_least=0)
-    if input.shape[-1] > MAX_COLUMNS:
-        return poly_norm_reference(input, weight, bias, eps)
     return _compute(input, weight, bias, (eps,))

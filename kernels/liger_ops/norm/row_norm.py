@@ -123,12 +123,7 @@ class RowNormOptions(NamedTuple):
 
 
 def row_norm_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    options: RowNormOptions,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, shape: Any, options: RowNormOptions
 ) -> Any:
     """The norm over the dimensions ``shape`` in plain PyTorch, in float32 or wider; with a residual, also the sum."""
     if residual is not None:
@@ -166,9 +161,9 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _allocate(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, hidden_size: int, casting: str, centered: bool
-) -> list[Tensor]:
+def _allocate(x: Tensor, residual: Tensor | None, weight: Tensor | None, _: Any, *options: Any) -> list[Tensor]:
+    """y of x's shape; rstd and, if ``centered``, mean of each row; x plus residual if there is one."""
+    hidden_size, _, _, casting, centered = options
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     # Not new_empty, which takes twice as long.
     y = torch.empty_like(x, dtype=output_dtype(dtype, weight, casting), memory_format=torch.contiguous_format)
@@ -179,24 +174,13 @@ def _allocate(
 
 
 @backend.register_op(
-    "row_norm_forward",
-    fake=lambda x, residual, weight, bias, hidden_size, eps, offset, *others: _allocate(
-        x, residual, weight, hidden_size, *others
-    ),
+    "row_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias,"
+    f" {backend.schema_of(RowNormOptions)}) -> Tensor[]",
+    fake=_allocate,
 )
-def _row_norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    hidden_size: int,
-    eps: float,
-    offset: float,
-    casting: str,
-    centered: bool,
-) -> list[Tensor]:
-    """Returns y of x's shape; rstd and, if ``centered``, mean of each row; x plus residual if there is one."""
-    results = _allocate(x, residual, weight, hidden_size, casting, centered)
+def _row_norm_forward(x: Tensor, *others: Any) -> list[Tensor]:
+    residual, weight, bias, hidden_size, eps, offset, casting, centered = others
+    results = _allocate(x, *others)
     y, statistics, *total = results
     num_rows = statistics.shape[1]
     if num_rows == 0:
@@ -327,17 +311,11 @@ def _row_norm_backward(
 
 
 class RowNormFunction(torch.autograd.Function):
-    """Ties forward and backward together for autograd: y, and with a residual the sum, whose gradient both get."""
+    """y, and with a residual the sum, whose gradient both get."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        options: RowNormOptions,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> Tensor | tuple[Tensor, Tensor]:
+        x, residual, weight, bias, options = args
         y, statistics, *total = _row_norm_forward(x, residual, weight, bias, *options)
         ctx.save_for_backward(total[0] if total else x, weight, bias, statistics)
         ctx.options = options
@@ -367,26 +345,19 @@ class RowNormFunction(torch.autograd.Function):
         return grad_x, grad_total.to(residual_dtype) if needs_residual else None, grad_weight, grad_bias, None
 
 
-def _compute(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    options: RowNormOptions,
-) -> Any:
-    """Returns y and, with a residual, the sum: by kernels where there are some, recorded by autograd if need be."""
-    tensors = x, residual, weight, bias
+def _compute(*args: Any) -> Any:
+    """y and, with a residual, the sum, of the reference's arguments: by kernels where there are some."""
+    tensors, options = args[:4], args[-1]
     if not backend.runs_on_triton(*tensors) or options.hidden_size > MAX_HIDDEN_SIZE:
-        return row_norm_reference(*tensors, shape, options)
+        return row_norm_reference(*args)
     if not backend.needs_graph(*tensors):
         y, _, *total = _row_norm_forward(*tensors, *options)
         return (y, total[0]) if total else y
     outputs = RowNormFunction.apply(*tensors, options)
-    if residual is None:
-        return made(outputs, _compute, *tensors, shape, options)
+    if isinstance(outputs, Tensor):
+        return made(outputs, _compute, *args)
     y, total = outputs
-    return made(y, _compute, total, None, weight, bias, shape, options), total
+    return made(y, _compute, total, None, *args[2:]), total
 
 
 def check_options(eps: Any, offset: Any, casting: Any, *, has_weight: bool) -> tuple[float | None, float]:
@@ -401,14 +372,9 @@ def check_options(eps: Any, offset: Any, casting: Any, *, has_weight: bool) -> t
 
 
 def _run(
-    input: Tensor,
-    residual: Tensor | None,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    offset: float,
-    casting: Casting,
+    input: Tensor, residual: Tensor | None, normalized_shape: Any, weight: Tensor | None, eps: Any, *options: Any
 ) -> Any:
+    offset, casting = options
     shape = check_row_norm(input, normalized_shape, weight=weight)
     eps, offset = check_options(eps, offset, casting, has_weight=weight is not None)
     if eps is None:

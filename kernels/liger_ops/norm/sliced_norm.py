@@ -5,7 +5,7 @@ group of a row). Sources: arXiv:2405.21060 (Mamba 2), arXiv:2212.09748 (adaLN), 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,22 +28,20 @@ GatedCasting = Literal["gemma", "llama"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-class SlicedNormOptions(NamedTuple):
-    """Options of one call."""
-
-    num_groups: int
-    eps: float
-    offset: float  # added to the weight
-    gating: str  # "first", "last" or, without a gate, "none"
-    activation: str  # of the gate
-    casting: str  # "gemma" or "llama", see gated_rms_norm
-
-
 def sliced_norm_reference(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, shift: Tensor | None, *options: Any
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    offset: float,  # added to the weight
+    gating: str,  # "first", "last" or, without a gate, "none"
+    activation: str,  # of the gate
+    casting: str,  # "gemma" or "llama", see gated_rms_norm
 ) -> Tensor:
     """The norm in plain PyTorch, in float32 or wider; scale and shift have x's dimensions, or 1 in their place."""
-    num_groups, eps, offset, gating, activation, casting = options
     factor = 1.0 if gate is None else ACTIVATIONS[activation](backend.wide(gate))
     z = (backend.wide(x) * (factor if gating == "first" else 1.0)).unflatten(-1, (num_groups, -1))
     y = (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)).flatten(-2)
@@ -58,14 +56,11 @@ def sliced_norm_reference(
     return (y * factor if gating == "last" else y).to(output_dtype(x.dtype, weight, casting))
 
 
-_TENSORS = "Tensor x, Tensor? gate, Tensor? weight, Tensor? scale, Tensor? shift"
-_OPTIONS = backend.schema_of(SlicedNormOptions)
-
-
 def _allocate(x: Tensor, gate: Tensor | None, weight: Tensor | None, *others: Any) -> list[Tensor]:
-    options = SlicedNormOptions(*others[2:])
-    y = x.new_empty(x.shape, dtype=output_dtype(x.dtype, weight, options.casting))
-    return [y, x.new_empty((x.numel() // x.shape[-1], options.num_groups), dtype=torch.float32)]
+    """y, and rstd of each group of each row."""
+    num_groups, *_, casting = others[2:]
+    y = x.new_empty(x.shape, dtype=output_dtype(x.dtype, weight, casting))
+    return [y, x.new_empty((x.numel() // x.shape[-1], num_groups), dtype=torch.float32)]
 
 
 def _shared_arguments(
@@ -101,39 +96,24 @@ def _shared_arguments(
     return num_samples, launch.num_programs(rows_per_sample), arguments
 
 
-@backend.register_op(f"sliced_norm_forward({_TENSORS}, {_OPTIONS}) -> Tensor[]", fake=_allocate)
-def _sliced_norm_forward(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, scale: Tensor | None, shift: Tensor | None, *options: Any
-) -> list[Tensor]:
-    """Returns y of x's shape, and rstd of each group of each row."""
-    y, rstd = _allocate(x, gate, weight, scale, shift, *options)
-    if y.numel():
-        num_groups, eps, *_, casting = options
-        num_samples, num_parts, arguments = _shared_arguments(x, gate, weight, scale, shift, *options)
-        forward_kernel.launch(
-            num_samples * num_groups * num_parts,
-            shift_ptr=None if shift is None else shift.contiguous(),
-            y_ptr=y,
-            rstd_ptr=rstd,
-            num_parts=num_parts,
-            eps=eps,
-            CASTING=casting,
-            **arguments,
-        )
-    return [y, rstd]
+def _forward(outputs: list[Tensor], *args: Any) -> None:
+    shift, num_groups, eps, *_, casting = args[4:]
+    num_samples, num_parts, arguments = _shared_arguments(*args)
+    forward_kernel.launch(
+        num_samples * num_groups * num_parts,
+        shift_ptr=None if shift is None else shift.contiguous(),
+        y_ptr=outputs[0],
+        rstd_ptr=outputs[1],
+        num_parts=num_parts,
+        eps=eps,
+        CASTING=casting,
+        **arguments,
+    )
 
 
-@backend.register_op(
-    f"sliced_norm_backward(Tensor grad_y, {_TENSORS}, Tensor rstd, {_OPTIONS}, bool[] needs) -> Tensor[]",
-    fake=lambda grad_y, *others: backend.empty_gradients(others[:5], others[-1]),
-)
-def _sliced_norm_backward(grad_y: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
-    """Returns those gradients of x, gate, weight, scale and shift that are needed."""
-    gate, weight, scale, shift, rstd, *options, needs = others
-    gradients = backend.empty_gradients((x, gate, weight, scale, shift), needs)
-    if x.numel() == 0:
-        return [gradient.zero_() for gradient in gradients]
-    grad_x, grad_gate, grad_weight, grad_scale, grad_shift = backend.spread(gradients, needs)
+def _backward(gradients: Any, grad_y: Tensor, x: Tensor, *others: Any) -> None:
+    gate, weight, scale, _, rstd, *options = others
+    grad_x, grad_gate, grad_weight, grad_scale, grad_shift = gradients
     num_samples, num_tiles, arguments = _shared_arguments(x, gate, weight, scale, grad_y, *options)
     num_slices, offset = num_samples * arguments["num_groups"], arguments["offset"]
     num_parts = min(num_tiles, max(1, 2 * backend.hardware(x.device).multiprocessors // num_slices))
@@ -162,17 +142,17 @@ def _sliced_norm_backward(grad_y: Tensor, x: Tensor, *others: Any) -> list[Tenso
             grad_weight.copy_((sums[0] * factor).sum(dim=0))
         if grad_scale is not None:
             grad_scale.copy_((sums[0] * (1.0 if weight is None else offset + weight.float())).view(grad_scale.shape))
-    return gradients
 
 
-_compute = differentiable("SlicedNormFunction", sliced_norm_reference, _sliced_norm_forward, _sliced_norm_backward)
-
-
-def _run(x: Tensor, *others: Tensor | None, options: SlicedNormOptions) -> Tensor:
-    """The norm of x, gate, weight, scale and shift: by kernels where there are some."""
-    if x.shape[-1] // options.num_groups > MAX_GROUP_SIZE:
-        return sliced_norm_reference(x, *others, *options)
-    return _compute(x, *others, options)
+_compute = differentiable(
+    "sliced_norm",
+    sliced_norm_reference,
+    _forward,
+    _backward,
+    allocate=_allocate,
+    others=("rstd",),
+    fits=lambda *args: args[0].shape[-1] // args[5] <= MAX_GROUP_SIZE,
+)
 
 
 def gated_rms_norm(
@@ -220,8 +200,7 @@ def gated_rms_norm(
     check_choice("activation", activation, tuple(ACTIVATIONS))
     check_choice("casting", casting, get_args(GatedCasting))
     num_groups, gating = hidden_size // (group_size or hidden_size), "last" if norm_before_gate else "first"
-    options = SlicedNormOptions(num_groups, eps, 0.0, gating, activation, casting)
-    return _run(input, gate, weight, None, None, options=options)
+    return _compute(input, gate, weight, None, None, (num_groups, eps, 0.0, gating, activation, casting))
 
 
 def modulated_rms_norm(
@@ -267,6 +246,5 @@ def modulated_rms_norm(
     eps, offset = as_number("eps", eps, at_least=0), as_number("offset", offset)
     if offset and weight is None:
         raise wrong_value("offset", "0 without a weight, which it is added to", offset)
-    options = SlicedNormOptions(1, eps, offset, "none", "silu", "gemma")
     scale, shift = scale.reshape(shape), None if shift is None else shift.reshape(shape)
-    return _run(input, None, weight, scale, shift, options=options)
+    return _compute(input, None, weight, scale, shift, (1, eps, offset, "none", "silu", "gemma"))

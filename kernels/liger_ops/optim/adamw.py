@@ -50,14 +50,7 @@ def _adamw_kernel(
     scale_ptr,  # [num_rows, blocks of a row], as the next; None unless moments are codes
     scale_sq_ptr,
     step_ptr,  # [], float32: this step's number, from 1
-    lr,
-    decay,  # lr * weight_decay
-    beta2,
-    rate1,  # 1 - beta1, rounded once, as the next one
-    rate2,
-    log_beta1,
-    log_beta2,
-    eps,
+    rates,  # lr, lr * weight_decay, beta2, 1 - beta1 and 1 - beta2, rounded once, logarithms of both betas, eps
     num_elements,  # with whole blocks in each row, if moments are codes
     row_size,
     seed,
@@ -70,6 +63,7 @@ def _adamw_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program updates BLOCK_SIZE elements; if moments are codes, as rows of BLOCK."""
+    lr, decay, beta2, rate1, rate2, log_beta1, log_beta2, eps = rates
     start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
     if HAS_CODES:
         blocks = start // BLOCK + tl.arange(0, BLOCK_SIZE // BLOCK)
@@ -150,6 +144,7 @@ class _Update(NamedTuple):
 
     def _launch(self) -> None:
         (beta1, beta2), lr = self.options["betas"], self.options["lr"]
+        decay, logarithms = lr * self.options["weight_decay"], (_log(beta1), _log(beta2))
         param, grad, exp_avg, exp_avg_sq = self.tensors
         rounds_param, rounds_moments = self._rounds()
         scale, scale_sq = self.scales or (None, None)
@@ -164,14 +159,7 @@ class _Update(NamedTuple):
             scale_ptr=scale,
             scale_sq_ptr=scale_sq,
             step_ptr=self.step,
-            lr=lr,
-            decay=lr * self.options["weight_decay"],
-            beta2=beta2,
-            rate1=1.0 - beta1,
-            rate2=1.0 - beta2,
-            log_beta1=_log(beta1),
-            log_beta2=_log(beta2),
-            eps=self.options["eps"],
+            rates=(lr, decay, beta2, 1.0 - beta1, 1.0 - beta2, *logarithms, self.options["eps"]),
             num_elements=num_elements,
             row_size=param.shape[-1] if param.dim() else 1,
             seed=self.options["seed"],

@@ -26,7 +26,7 @@ from liger_ops.loss.launch import (
     launch_loss,
 )
 from liger_ops.loss.options import Targets, TokenLossOptions
-from liger_ops.loss.rows import TokenRows, gradient_in_place, gradient_rows, transform_logits
+from liger_ops.loss.rows import TokenRows, gradient_in_place, transform_logits
 from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.loss.cases import (
     LOSS_OPTIONS,
@@ -181,9 +181,8 @@ def test_outputs_are_as_accurate_as_plain_pytorchs(draw: Any, loss_kernel: str, 
             lse_error=known[1],
         )  # fmt: skip
         assert_as_accurate("gradient by weights", rows, eager["gradient"], truth["gradient"], **close)
-    factors = gradient_rows(
-        targets, token_options, *known, {"losses": grad_scale}, temperature=temperature, num_columns=draw.vocab_size
-    )
+    tokens = TokenRows(targets, token_options, {}, temperature)
+    factors = tokens.gradient_rows(*known, {"losses": grad_scale}, draw.vocab_size)
     _, rows = padded(logits, draw.padding, 7.0)
     gradient_in_place(rows, factors, token_options, targets.class_weight, index)
     assert_as_accurate("gradient by factors", rows, eager["gradient"], truth["gradient"], **close)
