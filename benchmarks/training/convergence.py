@@ -228,7 +228,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="its arms (default: ours,ours_fp8); the first one also trains with rows reversed",
     )
     parser.add_argument("--seeds-steps", type=int, default=1000, metavar="N", help="its steps (default: 1000)")
-    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="its runs at a time on each GPU (default: 4)")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="its runs at a time on a GPU (default: 4)")
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="no run starts that would end later (default: 540)"
     )
@@ -297,7 +297,8 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
 def _run_seeds(options: argparse.Namespace, path: Path, cache: str, console: Console) -> bool:
     """Trains the runs that are missing in a file, adds them to it and prints a table of all."""
     tiny = options.quick
-    jobs = seeds.make_jobs(options.seeds_arms, options.seeds_model, options.seeds, 3 if tiny else options.seeds_steps, cache, tiny)
+    steps = 3 if tiny else options.seeds_steps
+    jobs = seeds.make_jobs(options.seeds_arms, options.seeds_model, options.seeds, steps, cache, tiny)
     rows = [Row.from_json(line) for line in read_results(path).lines] if path.exists() else []
     text(jobs[0], jobs[0].shapes[0][1])  # tokenizes once, before several processes read it
     with Writer(path, environment(), "convergence_seeds", append=True) as writer:
