@@ -87,13 +87,13 @@ class Writer:
         path: The file.
         environment: Device and versions.
         command: The command of ``python -m benchmarks`` that measures; None for those that write :class:`Record`.
-        append: Whether to add to a file that exists.
+        append: Whether to add to a file that exists, with another line of the environment if it differs.
     """
 
     def __init__(
         self, path: Path, environment: dict[str, Any], command: str | None = None, *, append: bool = False
     ) -> None:
-        goes_on = append and path.exists()
+        goes_on = append and path.exists() and read_results(path).environment == environment
         self._file = path.open("a" if append else "w", encoding="utf-8")
         if not goes_on:
             first = {"environment": environment} | ({"command": command} if command else {})
@@ -116,7 +116,7 @@ class Results(NamedTuple):
     command: str | None
     """The command, None for ``ops`` and ``loss``."""
     environment: dict[str, Any]
-    """Device and versions."""
+    """Device and versions, in the file's first line."""
     lines: list[dict[str, Any]]
     """One for each measurement."""
 
@@ -129,6 +129,7 @@ def read_results(path: Path) -> Results:
     """
     try:
         first, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        lines = [line for line in lines if "environment" not in line]  # of another machine, or another day
         return Results(first.get("command"), first["environment"], lines)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not hold records of python -m benchmarks: {error}") from error
