@@ -87,7 +87,7 @@ class Writer:
         path: The file.
         environment: Device and versions.
         command: The command of ``python -m benchmarks`` that measures; None for those that write :class:`Record`.
-        append: Whether to add to a file that exists, with another line of the environment if it differs.
+        append: Whether to add to a file that exists, with another line of the environment if it differs from the first.
     """
 
     def __init__(

@@ -184,9 +184,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-model",
         choices=tuple(DIMS),
-        default="llama3_1b",
         metavar="NAME",
-        help="that model, with 16384 words (default: llama3_1b)",
+        help="that model, with 16384 words (default: llama3_1b, with --seeds llama_120m)",
     )
     parser.add_argument(
         "--text-arms",
@@ -212,13 +211,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=570.0, metavar="SECONDS", help="of one arm (default: 570)")
     parser.add_argument(
         "--seeds", type=int, default=0, metavar="N", help="instead, a model on text with N seeds, on all GPUs"
-    )
-    parser.add_argument(
-        "--seeds-model",
-        choices=tuple(DIMS),
-        default="llama_120m",
-        metavar="NAME",
-        help="that model, with 16384 words (default: llama_120m)",
     )
     parser.add_argument(
         "--seeds-arms",
@@ -284,7 +276,7 @@ def run(options: argparse.Namespace, stem: str, console: Console) -> bool:
         if options.text_steps:
             cache = str(default_cache_dir())
             text_steps = 3 if options.quick else options.text_steps
-            runs = text_jobs(options.text_arms, options.text_model, text_steps, cache, options.quick)
+            runs = text_jobs(options.text_arms, options.text_model or "llama3_1b", text_steps, cache, options.quick)
             for row in run_jobs(runs, in_process=options.quick, timeout=options.timeout):
                 writer.write(row)
                 rows.append(row)
@@ -298,7 +290,8 @@ def _run_seeds(options: argparse.Namespace, path: Path, cache: str, console: Con
     """Trains the runs that are missing in a file, adds them to it and prints a table of all."""
     tiny = options.quick
     steps = 3 if tiny else options.seeds_steps
-    jobs = seeds.make_jobs(options.seeds_arms, options.seeds_model, options.seeds, steps, cache, tiny)
+    model = options.text_model or "llama_120m"
+    jobs = seeds.make_jobs(options.seeds_arms, model, options.seeds, steps, cache, tiny)
     rows = [Row.from_json(line) for line in read_results(path).lines] if path.exists() else []
     text(jobs[0], jobs[0].shapes[0][1])  # tokenizes once, before several processes read it
     with Writer(path, environment(), "convergence_seeds", append=True) as writer:

@@ -92,21 +92,16 @@ def run(jobs: Sequence[Job], write: Callable[[Row], None], at_once: int, seconds
         free.put(device)
 
     def train(job: Job) -> None:
-        device = free.get()
+        nonlocal longest
+        device, begin = free.get(), time.monotonic()
         try:
-            train_on(device, job)
+            left = start + seconds - begin
+            if left > 1.1 * longest:
+                for row in run_jobs([job], in_process=in_process, timeout=left, device=device):
+                    write(row)
+                longest = max(longest, time.monotonic() - begin)
         finally:
             free.put(device)
-
-    def train_on(device: str, job: Job) -> None:
-        nonlocal longest
-        begin = time.monotonic()
-        left = start + seconds - begin
-        if left <= 1.1 * longest:
-            return
-        for row in run_jobs([job], in_process=in_process, timeout=left, device=device):
-            write(row)
-        longest = max(longest, time.monotonic() - begin)
 
     with ThreadPoolExecutor(1 if in_process else free.qsize()) as threads:
         list(threads.map(train, jobs))

@@ -40,8 +40,8 @@ class CommonStrategy:
     """Whether the engine can gather weights in float8."""
     _keeps_parameters = False
     """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
-    _shared_by: int | None = None
-    """The number of ranks that share each sequence, if they do."""
+    context_parallel_size = 1
+    """The number of ranks that share each sequence."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class CommonStrategy:
             activation_checkpointing, memory_budget, activation_checkpointing_policy, cuda_graphs, compile
         )
         self._kernels = Kernels(kernels, fp8, gathers_float8=self._gathers_float8)
-        check_engine(self, self._activations, fp8=fp8, context_parallel_size=self._shared_by)
+        shared = self.context_parallel_size if self.context_parallel_size > 1 else None
+        check_engine(self, self._activations, fp8=fp8, context_parallel_size=shared)
         self._checkpoints = Checkpoints(self, fault_tolerance, kwargs.get("checkpoint_io"))
         self._refuse_unknown(kwargs)
         super().__init__(**kwargs)

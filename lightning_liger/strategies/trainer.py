@@ -55,7 +55,6 @@ class TrainerStrategy(CommonStrategy, Strategy):
         check_size(context_parallel_size, context_parallel_size)
         self.on_nonfinite_grad = on_nonfinite_grad
         self.context_parallel_size = context_parallel_size
-        self._shared_by = context_parallel_size if context_parallel_size > 1 else None
         self.context_parallel: ContextParallel | None = None
         self.engine = Engine(self)
         """The strategy as the module sees it."""
