@@ -138,6 +138,7 @@ class Row:
         chosen_plan: The plan as the strategy words it.
         loss: Of the last step, mean over processes.
         losses: Of each step, warm-up included.
+        gradient_norms: Of each step before clipping, if the job pretrains.
         held_out_loss: Of text that is not trained on, after the last step.
         seconds: From the start of the job to the end of this shape.
     """
@@ -163,6 +164,7 @@ class Row:
     chosen_plan: str | None = None
     loss: float | None = None
     losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
     held_out_loss: float | None = None
     seconds: float | None = None
     memory_limit_gib: float | None = None

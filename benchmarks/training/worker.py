@@ -317,6 +317,7 @@ class Meter(L.Callback):
             return
         self.feed.shape = shape
         self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
         self._marks: list[Any] = []
         self._shape_start = time.perf_counter()
         self._first_step: float | None = None
@@ -327,6 +328,11 @@ class Meter(L.Callback):
             torch.cuda.reset_peak_memory_stats()
         if not self.job.warm_up:
             self._marks.append(self._now())
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if self.job.pretrains:
+            gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+            self._norms.append(nn.utils.get_total_norm(gradients))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -396,6 +402,7 @@ class Meter(L.Callback):
             chosen_plan=chosen_plan(trainer.strategy),
             loss=losses[-1],
             losses=losses,
+            gradient_norms=torch.stack(self._norms).tolist() if self._norms else [],
             idle_share=None if self._trace is None else self._trace.idle_share(),
             fp8_share=fp8_share(pl_module),
             held_out_loss=self._held_out_loss(trainer, pl_module.model),

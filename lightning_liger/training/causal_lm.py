@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -22,7 +23,14 @@ from lightning_liger.hub import checkpoint_folder, download_weights
 from lightning_liger.losses.sft import SFTLoss
 from lightning_liger.training.architecture import auto_class, build_config, check_vocabulary
 from lightning_liger.training.batches import check_prompts
-from lightning_liger.training.lora import add_adapters, check_lora, check_quantization, fit_to_strategy, needs_weights
+from lightning_liger.training.lora import (
+    add_adapters,
+    check_lora,
+    check_quantization,
+    fit_to_strategy,
+    float32_tables,
+    needs_weights,
+)
 from lightning_liger.training.mixin import LigerLMMixin
 from lightning_liger.training.protocol import engine_of
 from lightning_liger.weights.pretrained import load_pretrained, naming_damaged
@@ -206,7 +214,7 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
             quantization = fit_to_strategy(self._settings.quantization, strategy, self._is_sharded)
             config = check_quantization(quantization, self._settings.lora, folder)
             settings |= {"quantization_config": config, "device_map": {"": device}}
-        with device:
+        with device, float32_tables() if self._quantizes else nullcontext():
             if folder is not None and device.type != "meta":
                 with naming_damaged(folder):
                     return auto_class(self.config).from_pretrained(

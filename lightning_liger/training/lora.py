@@ -2,7 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,6 +100,17 @@ def check_quantization(settings: Any, lora: Any, pretrained: Any) -> Any:
     except (TypeError, ValueError, AttributeError) as error:
         raise wrong_value("quantization", f"arguments of {kind.__name__} ({error})", dict(settings)) from None
     return made if kind is BitsAndBytesConfig else TorchAoConfig(made)
+
+
+@contextmanager
+def float32_tables() -> Iterator[None]:
+    """For quantization: bitsandbytes makes its tables in PyTorch's default dtype, and its kernels read float32."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shards_packed: bool) -> dict[str, Any]:

@@ -95,6 +95,33 @@ def test_adapters_learn_as_with_stock_transformers_and_peft(folder, tmp_path, qu
     assert module.losses == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16_weights_are_quantized_as_by_stock_transformers(folder, tmp_path, device):
+    """Lightning's default dtype of bf16-true reaches no table of bitsandbytes, which its kernels read as float32."""
+    pytest.importorskip("bitsandbytes")
+    module, accelerator = make(folder, KINDS["nf4"]), "cpu" if device == "cpu" else "gpu"
+    trainer = quiet_trainer(
+        strategy="liger", accelerator=accelerator, precision="bf16-true", max_steps=1, default_root_dir=tmp_path
+    )
+    trainer.validate(module, DataLoader(BATCHES, batch_size=None))
+    config = check_quantization(KINDS["nf4"], LORA, folder)
+    stock = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, device_map={"": device}, dtype=torch.bfloat16
+    )
+    weights = {name: weight for name, weight in stock.named_parameters() if hasattr(weight, "quant_state")}
+    assert len(weights) == 14
+    model = module.model.get_base_model().to(device)
+    for name, weight in weights.items():
+        layer, _, kind = name.rpartition(".")
+        found = model.get_parameter(f"{layer}.base_layer.{kind}")
+        assert torch.equal(found, weight)
+        assert found.quant_state.dtype == torch.bfloat16
+        torch.testing.assert_close(found.quant_state.code, weight.quant_state.code, rtol=0, atol=0)
+    token = torch.tensor([[7]], device=device)
+    with torch.no_grad():  # one token is multiplied by a kernel that reads the table
+        torch.testing.assert_close(model(token).logits + 0, stock(token).logits, rtol=2e-2, atol=2e-2)
+
+
 def test_checkpoints_hold_the_adapters_resume_and_merge(folder, tmp_path, quantization):
     def fit(run: str, ckpt_path: Path | None = None) -> dict[str, torch.Tensor]:
         saving = ModelCheckpoint(tmp_path / run, "{step}", every_n_train_steps=1, save_top_k=-1)
