@@ -125,7 +125,7 @@ def _float8(num_tokens: int, hidden_size: int, width: int) -> None:
 
 
 def _step(dtype: torch.dtype) -> None:
-    """What no op with a case launches at its sizes: AdamW's update, the scaling of a gradient, given classes."""
+    """What no op with a case launches: AdamW's update, temperatures, the scaling of a gradient, given classes."""
     tensors = tuple(torch.empty(2**20, dtype=dtype) for _ in range(4))
     for options in ({}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}, {"state_dtype": "8bit"}):
         group = adamw._options_of(adamw.AdamW([torch.nn.Parameter(torch.empty(1))], **options).param_groups[0])
@@ -135,6 +135,11 @@ def _step(dtype: torch.dtype) -> None:
         scales = tuple(torch.empty(2**20 // BLOCK) for _ in range(2)) if is_8bit else None
         step = torch.empty(())
         adamw._Update(*tensors[:2], (*tensors[:2], *moments), step, group, scales)._launch()
+    for width, softcap in ((515, None), (32768, 30.0)):
+        logits, temperature = torch.empty(512, width, dtype=dtype).requires_grad_(), torch.empty(512)
+        labels, options = torch.empty(512, dtype=torch.int64), {"temperature": temperature, "softcap": softcap}
+        scores = liger_ops.token_log_probs(logits, labels, outputs=("log_probs", "entropy"), **options)
+        _differentiate(tuple(score for score in scores if score is not None), [logits])
     scale_gradient._scale_gradient(tensors[0], torch.empty(()), dtype)
     rows, ids = torch.empty(512, 4096, dtype=dtype), torch.empty(512, 7, dtype=torch.int64)
     given_classes._given_logits(rows, rows, ids, 512)

@@ -381,7 +381,8 @@ def loss_kernel(
             logits = tl.load(row_ptr + places) if EVEN else tl.load(row_ptr + places, mask=in_row, other=0.0)
         scales = (logit_scale, softcap)
         if temperature_ptr is not None:
-            scales = tempered(logit_scale, softcap, tl.load(temperature_ptr + token))
+            temperature = tl.load(temperature_ptr + token)
+            scales = (tempered(logit_scale, temperature), None if softcap is None else tempered(softcap, temperature))
         # Read before the first barrier below: afterward another warp may already have overwritten them.
         label_z = transform(tl.load(row_ptr - lead + label, mask=in_range, other=0.0), scales)
         edges = None
@@ -490,7 +491,8 @@ def gradient_kernel(
             entropy_factor = tl.load(entropy_factor_ptr + token)
     scales = (logit_scale, softcap)
     if temperature_ptr is not None:
-        scales = tempered(logit_scale, softcap, tl.load(temperature_ptr + token))
+        temperature = tl.load(temperature_ptr + token)
+        scales = (tempered(logit_scale, temperature), None if softcap is None else tempered(softcap, temperature))
     HALF: tl.constexpr = logits_ptr.dtype.element_ty != tl.float32
     start, lead = start_of_row(row, logits_row_stride, GROUP, GROUPED)
     grad_start, _ = start_of_row(row, grad_logits_row_stride, GROUP, GROUPED)

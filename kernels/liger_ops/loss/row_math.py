@@ -25,11 +25,9 @@ def transform(logits, scales):
 
 
 @triton.jit
-def tempered(logit_scale, softcap, temperature):
-    """The scales of :func:`transform` for logits that are divided by a temperature."""
-    return (
-        1.0 if logit_scale is None else logit_scale
-    ) / temperature, None if softcap is None else softcap / temperature
+def tempered(scale, temperature):
+    """One of the scales of :func:`transform` for logits that are divided by a temperature."""
+    return (1.0 if scale is None else scale) / temperature
 
 
 @triton.jit

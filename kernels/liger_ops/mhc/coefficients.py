@@ -62,6 +62,7 @@ def _project_kernel(
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
+    lost = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
     squares = tl.zeros([BLOCK_ROWS, BLOCK_LENGTH], dtype=tl.float32)
     for start in range(0, length, BLOCK_LENGTH):
         inner = start + tl.arange(0, BLOCK_LENGTH)
@@ -69,7 +70,12 @@ def _project_kernel(
         x = tl.load(x_ptr + rows * length + inner[None, :], mask=x_mask, other=0.0)
         phi_mask = (inner[:, None] < length) & (columns < num_columns)
         phi = tl.load(phi_ptr + inner[:, None] * num_columns + columns, mask=phi_mask, other=0.0)
-        total = tl.dot(x.to(phi.dtype), phi, total, input_precision="ieee")
+        if phi.dtype == tl.float32:  # compensated: rows have thousands of terms, which one sum would add in turn
+            block = tl.dot(x.to(phi.dtype), phi, input_precision="ieee") - lost
+            lost = total + block - total - block
+            total += block
+        else:
+            total = tl.dot(x.to(phi.dtype), phi, total, input_precision="ieee")
         wide = x.to(tl.float32)
         squares += wide * wide
     y_rows = y_ptr + rows * (num_columns + 1)
