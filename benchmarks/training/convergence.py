@@ -228,7 +228,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def text_jobs(arms: Sequence[Arm], model: str, steps: int, cache: str, tiny: bool) -> list[Job]:
     """Jobs that train on the same text; the second is the first with the rows of each batch reversed."""
-    batch_size, length = (2, 32) if tiny else (8, 1024)
+    batch_size, length = (2, 32) if tiny else (8 if model == "llama3_1b" else 4, 1024)
     jobs = [
         Job(
             model=model,
@@ -355,7 +355,7 @@ def text_cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def text_table(rows: Sequence[Row]) -> Table:
-    grid = Table(title="A model of 1B parameters on text", title_justify="left")
+    grid = Table(title=f"The dimensions of {DIMS[rows[0].model].title}, on text", title_justify="left")
     for column in ("run", "loss, mean of the last 20 steps", "RMS difference from the first"):
         grid.add_column(column, justify="left" if column == "run" else "right")
     for row in text_cells(rows):

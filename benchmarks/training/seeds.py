@@ -51,8 +51,8 @@ class Difference(NamedTuple):
 
 
 def make_jobs(arms: Sequence[Arm], model: str, num_seeds: int, steps: int, cache: str, tiny: bool) -> list[Job]:
-    """Jobs of each arm, seed by seed; the second of each seed is the first with the rows of each batch reversed."""
-    jobs = []
+    """Jobs of each arm, seed by seed; the last ones are the first arm's with the rows of each batch reversed."""
+    jobs, reversed_jobs = [], []
     for seed in range(num_seeds):
         mine = [
             Job(
@@ -76,8 +76,9 @@ def make_jobs(arms: Sequence[Arm], model: str, num_seeds: int, steps: int, cache
             )
             for arm in arms
         ]
-        jobs += [mine[0], dataclasses.replace(mine[0], permute_rows=True), *mine[1:]]
-    return jobs
+        jobs += mine
+        reversed_jobs.append(dataclasses.replace(mine[0], permute_rows=True))
+    return jobs + reversed_jobs
 
 
 def missing(jobs: Sequence[Job], rows: Sequence[Row]) -> list[Job]:
