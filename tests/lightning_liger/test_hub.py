@@ -78,20 +78,6 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-def run_commands(hub: Hub, folder: Path, *commands: list[str]) -> str:
-    """What commands of the package, in processes of their own with this Hub, wrote to stderr."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
-    environment["XDG_CACHE_HOME"] = str(folder / "cache")
-    said = ""
-    for arguments in commands:
-        command = [sys.executable, "-m", "lightning_liger", *arguments]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250)
-        assert done.returncode == 0, done.stderr[-3000:]
-        said += done.stderr
-    return said
-
-
 def weights(folder: Path) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
 
@@ -249,16 +235,21 @@ def test_a_yaml_file_trains_on_two_processes_and_downloads_once(hub, tmp_path):
                                "cache_dir": str(tmp_path / "cache")}},
     }  # fmt: skip
     (tmp_path / "config.yaml").write_text(json.dumps(config))
-    said = run_commands(hub, tmp_path, ["fit", "--config", str(tmp_path / "config.yaml")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    command = [sys.executable, "-m", "lightning_liger", "fit", "--config", str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
     downloads = hub.downloads()
-    assert "data.tokenizer is that of model.pretrained='someone/tiny'" in said
+    assert "data.tokenizer is that of model.pretrained='someone/tiny'" in done.stderr
     assert any(each.endswith("model.safetensors") for each in downloads)
     assert any(each.endswith("train.jsonl") for each in downloads)
     assert len(downloads) == len(set(downloads)), sorted(downloads)
 
 
 @pytest.mark.parametrize("example", OF_THE_HUB)
-def test_example_trains_with_its_names_and_is_exported(hub, tmp_path, example):
+def test_example_trains_with_its_names_and_is_exported(hub, tmp_path, example, monkeypatch):
     """The commands of the yaml, on a tiny model of the same architecture under the name of the real one."""
     config = AutoConfig.for_model(
         "qwen2", vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -271,18 +262,15 @@ def test_example_trains_with_its_names_and_is_exported(hub, tmp_path, example):
     name, path = settings["model"]["init_args"]["pretrained"], settings["data"]["init_args"]["path"]
     hub.add(f"models/{name}", tmp_path / "qwen")
     hub.add(f"datasets/{path}", {"train.jsonl": (EXAMPLES / "conversations.jsonl").read_bytes()})
-    config_option = ["--config", str(EXAMPLES.parent / example)]
+    config_option = ["--config", str(EXAMPLES.parent / example), "--trainer.accelerator=cpu", "--trainer.devices=1"]
     run = f"runs/{Path(example).stem}"
     checkpoint = f"{run}/checkpoints/last.ckpt"
-    fit = ["fit", *config_option, "--trainer.accelerator=cpu", "--data.batch_size=1"]
-    fit += [
-        "--trainer.accumulate_grad_batches=1",
-        "--trainer.max_steps=2",
-        "--trainer.val_check_interval=2",
-        "--trainer.log_every_n_steps=1",
-    ]
-    export = ["export", *config_option, "--ckpt_path", checkpoint, "--output", "chat"]
-    run_commands(hub, tmp_path, fit, export)
+    options = {"accumulate_grad_batches": 1, "max_steps": 2, "val_check_interval": 2, "log_every_n_steps": 1}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["lightning-liger"])
+    main(["fit", *config_option, "--data.batch_size=1", *(f"--trainer.{key}={each}" for key, each in options.items())])
+    main(["export", *config_option, "--ckpt_path", checkpoint, "--output", "chat"])
     models = (AutoModelForCausalLM.from_pretrained(tmp_path / each, dtype="bfloat16") for each in ("qwen", "chat"))
     before, after = (model.model.layers[0].mlp.up_proj.weight for model in models)
     assert not torch.equal(before, after)
