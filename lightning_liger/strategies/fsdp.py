@@ -60,6 +60,8 @@ class BackwardRepair:
         if any(unit.cpu_offload.offload_params for unit in units):
             model.register_forward_pre_hook(self.note_gradients)
         self._whole_units = [unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD]
+        if model in self._whole_units and model._handle is not None:
+            _keep_in_forward(model._handle)
         return model
 
     def note_gradients(self, model: Module, args: Any) -> None:
@@ -82,6 +84,12 @@ class BackwardRepair:
         for unit in self._whole_units:
             if unit._handle is not None and not unit._handle.flat_param.requires_grad:
                 unit._handle.reshard(False)
+
+
+def _keep_in_forward(handle: Any) -> None:
+    """Logits are computed after forward too, when FSDP frees what it cast without sharding it, as the head's weight."""
+    free = type(handle).post_reshard
+    handle.post_reshard = lambda: None if handle._training_state.name == "FORWARD" else free(handle)
 
 
 class _Shards(CommonStrategy):
@@ -119,8 +127,7 @@ class _Shards(CommonStrategy):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision | None:
-        plugin = self._plugin
-        return self.mixed_precision or keep_buffer_dtypes(plugin.mixed_precision_config, plugin.precision)
+        return self.mixed_precision or keep_buffer_dtypes(self._plugin.mixed_precision_config)
 
     def setup_environment(self) -> None:
         """Also makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""

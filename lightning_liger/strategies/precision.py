@@ -108,9 +108,9 @@ class BackwardInContext(Precision):
             super().backward(*args, **kwargs)
 
 
-def keep_buffer_dtypes(config: MixedPrecision, precision: str) -> MixedPrecision:
-    """Lightning's ``config`` of FSDP, without a dtype for buffers in true half precision: they have theirs already."""
-    return replace(config, buffer_dtype=None) if precision in ("16-true", "bf16-true") else config
+def keep_buffer_dtypes(config: MixedPrecision) -> MixedPrecision:
+    """Lightning's ``config`` of FSDP, without a dtype for buffers: they have theirs already, as in other engines."""
+    return replace(config, buffer_dtype=None)
 
 
 class AppliesKernels(FabricPrecision):
@@ -138,7 +138,7 @@ class AppliesKernels(FabricPrecision):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:
-        return keep_buffer_dtypes(super().mixed_precision_config, self.precision)  # type: ignore[misc]  # of FSDP's
+        return keep_buffer_dtypes(super().mixed_precision_config)  # type: ignore[misc]  # of FSDP's
 
     def convert_module(self, module: Module) -> Module:
         """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""

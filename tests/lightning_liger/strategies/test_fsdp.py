@@ -14,6 +14,7 @@ from tests.lightning_liger.strategies.workers.distributed import (
     make_batches,
     make_loader,
     make_trainer,
+    outside_loss,
 )
 from tests.lightning_liger.strategies.workers.trainings import reference_training
 
@@ -113,3 +114,22 @@ def test_micro_batches_add_up_where_each_gradient_is_brought_over_the_last(clear
                 model.backward(loss)
         assert model.used.grad.tolist() == [7.0] * 3
         assert model.unused.grad.tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_one_process_of_fabric_has_losses_after_forward(precision):
+    """FSDP does not shard within one process, and frees what it cast at the end of each module's forward."""
+    losses: dict[str, list[float]] = {}
+    for strategy in ("liger", "liger_fsdp"):
+        model, fabric = build_model(), launched_fabric(strategy, precision=precision)
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses[strategy] = []
+        for batches in zip(make_batches(0, 4), make_batches(1, 4), strict=True):
+            loss = sum(outside_loss(wrapped(batch["input_ids"]).logits, batch["labels"]) for batch in batches)
+            with torch.no_grad():  # between forward and backward
+                losses[strategy].append(wrapped(**batches[0]).loss.item())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses["liger"][-1] < losses["liger"][0]
+    assert losses["liger_fsdp"] == pytest.approx(losses["liger"], rel=1e-5 if precision == "32-true" else 5e-3)

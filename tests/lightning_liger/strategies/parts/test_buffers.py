@@ -70,14 +70,15 @@ def test_float32_and_other_modules_are_converted_as_lightning_does():
 # Engines, one process; DeepSpeed's are in test_deepspeed.py
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", ["liger", "liger_ddp", "liger_fsdp", "liger_model_parallel"])
-def test_engines_compute_with_frequencies_in_float32(tmp_path, strategy):
+def test_engines_compute_with_frequencies_in_float32(tmp_path, strategy, precision):
     module = LM()
-    make_trainer(root=tmp_path, strategy=strategy, precision="bf16-true").fit(module, make_loader(0, 1))
+    make_trainer(root=tmp_path, strategy=strategy, precision=precision).fit(module, make_loader(0, 1))
     model = build_model()
-    fabric = launched_fabric(strategy, precision="bf16-true")
+    fabric = launched_fabric(strategy, precision=precision)
     fabric.backward(fabric.setup_module(model)(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits.sum())
     for used in (module.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq):
         assert used.dtype == torch.float32
         assert torch.equal(used, FREQUENCIES)
-    assert next(model.parameters()).dtype == torch.bfloat16
+    assert next(model.parameters()).dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
