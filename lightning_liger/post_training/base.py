@@ -63,6 +63,8 @@ class LigerPostTrainingMixin(LigerStepMixin):
     """
 
     _items = "sequences"
+    keeps_float_inputs = True
+    """Strategies of this package do not round log-probabilities and rewards in batches to half precision."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

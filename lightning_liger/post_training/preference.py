@@ -25,7 +25,7 @@ from lightning_liger.post_training.reference import (
     sequence_keys,
     weights_fingerprint,
 )
-from lightning_liger.post_training.rows import Rows, read_rows
+from lightning_liger.post_training.rows import Rows, check_log_probs, read_rows
 from lightning_liger.sequences.labels import shift_labels
 
 _FINGERPRINT, _CACHE, _DELTA = "reference_fingerprint", "reference_log_probs", "running_delta"
@@ -170,7 +170,7 @@ class LigerPreferenceMixin(LigerReferenceMixin):
                     " with precompute_ref_log_probs=True they are computed before training"
                 )
             for key in columns:
-                check_tensor(f"batch[{key!r}]", batch[key])
+                check_log_probs(f"batch[{key!r}]", batch[key])
                 shape = (rows.num_sequences // len(columns),)
                 check_shape(f"batch[{key!r}]", batch[key], shape, "one log-probability for each sequence")
             return torch.cat([batch[key] for key in columns]).float().detach()

@@ -176,6 +176,17 @@ def count_sequences(batch: Mapping[str, Any], prefix: str = "") -> int:
     return int(number)
 
 
+def check_log_probs(name: str, value: Any) -> None:
+    """Raises TypeError unless these are of at least float32: others would be rounded to multiples of 2 at -300."""
+    check_floating(name, value)
+    if value.dtype.itemsize < 4:
+        expected = (
+            "log-probabilities in float32 (under other strategies than those of this package, precision='bf16-true'"
+            " rounds them)"
+        )
+        raise wrong_type(name, expected, value)
+
+
 def read_completions(batch: Mapping[str, Any]) -> tuple[Rows, PolicyBatch, Tensor | None]:
     """The completions of a batch; raises TypeError and ValueError for one that does not fit.
 
@@ -203,7 +214,7 @@ def read_completions(batch: Mapping[str, Any]) -> tuple[Rows, PolicyBatch, Tenso
     shape = batch["input_ids" if is_joined else "completion_ids"].shape
     columns = {key: batch[key] for key in ("tool_mask", *_COLUMNS) if batch.get(key) is not None}
     for key, value in columns.items():
-        (check_tensor if key == "tool_mask" else check_floating)(f"batch[{key!r}]", value)
+        (check_tensor if key == "tool_mask" else check_log_probs)(f"batch[{key!r}]", value)
         check_shape(f"batch[{key!r}]", value, shape, "one value for each token")
     if advantages.ndim > 1:
         check_shape("batch['advantages']", advantages, shape, "one value for each token, or one for each completion")

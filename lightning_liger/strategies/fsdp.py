@@ -36,7 +36,7 @@ from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
 from lightning_liger.strategies.parts.packed import check_flattened
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
-from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
+from lightning_liger.strategies.precision import cast_as_other_engines, control_gradients
 from lightning_liger.strategies.trainer import TrainerStrategy
 from lightning_liger.weights.meta_device import Initializer, has_meta_tensors
 
@@ -127,7 +127,8 @@ class _Shards(CommonStrategy):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision | None:
-        return self.mixed_precision or keep_buffer_dtypes(self._plugin.mixed_precision_config)
+        is_fabric = isinstance(self, FabricStrategy)  # the Trainer's inputs are whole batches, with targets
+        return self.mixed_precision or cast_as_other_engines(self._plugin.mixed_precision_config, is_fabric)
 
     def setup_environment(self) -> None:
         """Also makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""

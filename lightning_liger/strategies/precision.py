@@ -108,9 +108,9 @@ class BackwardInContext(Precision):
             super().backward(*args, **kwargs)
 
 
-def keep_buffer_dtypes(config: MixedPrecision) -> MixedPrecision:
-    """Lightning's ``config`` of FSDP, without a dtype for buffers: they have theirs already, as in other engines."""
-    return replace(config, buffer_dtype=None)
+def cast_as_other_engines(config: MixedPrecision, casts_inputs: bool) -> MixedPrecision:
+    """Lightning's ``config`` of FSDP, which leaves buffers as they are, and inputs unless ``casts_inputs``."""
+    return replace(config, buffer_dtype=None, cast_root_forward_inputs=casts_inputs)
 
 
 class AppliesKernels(FabricPrecision):
@@ -138,7 +138,8 @@ class AppliesKernels(FabricPrecision):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:
-        return keep_buffer_dtypes(super().mixed_precision_config)  # type: ignore[misc]  # of FSDP's
+        config = super().mixed_precision_config  # type: ignore[misc]  # of FSDP's
+        return cast_as_other_engines(config, casts_inputs=not isinstance(self, Precision))
 
     def convert_module(self, module: Module) -> Module:
         """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""

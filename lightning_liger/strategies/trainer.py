@@ -69,8 +69,12 @@ class TrainerStrategy(CommonStrategy, Strategy):
     # Set-up
 
     def connect(self, model: L.LightningModule) -> None:
-        self.precision_plugin = self.precision_plugin  # without one Lightning makes a new one each time
-        self._control_plugin(self.precision_plugin)
+        plugin: Any = self.precision_plugin
+        self.precision_plugin = plugin  # without one Lightning makes a new one each time
+        self._control_plugin(plugin)
+        vars(plugin).pop("convert_input", None)
+        if getattr(model, "keeps_float_inputs", False):
+            plugin.convert_input = _unchanged
         trainer: Any = model.trainer
         averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
         if averaging and self.engine.initializes_on_meta:
@@ -236,3 +240,7 @@ class TrainerStrategy(CommonStrategy, Strategy):
     def _trainer(self) -> L.Trainer:
         assert self.lightning_module is not None  # Lightning connects it before it calls any hook
         return self.lightning_module.trainer
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -234,6 +234,28 @@ def test_stored_columns_replace_the_reference() -> None:
             fit(Module(options), [collated(examples) | wrong])
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["auto", "liger", "liger_ddp", "liger_fsdp", "liger_model_parallel"])
+def test_stored_columns_are_not_rounded(strategy: str, precision: Any) -> None:
+    """Lightning's bf16-true casts whole batches, FSDP those of mixed precision: -171.4 would be -171.0."""
+    stored = {"ref_chosen_logps": torch.tensor([-171.37]), "ref_rejected_logps": torch.tensor([-169.81])}
+    seen: list[Any] = []
+
+    class Watched(Module):
+        def step_loss(self, stage: str, batch: Any) -> Any:
+            seen.append({key: batch[key] for key in stored})
+            return super().step_loss(stage, batch)
+
+    module, trainer = Watched(DPOOptions()), quiet_trainer(strategy=strategy, precision=precision, max_steps=1)
+    data = loader([collated(pairs_of(1, seed=3)) | stored])
+    if (strategy, precision) == ("auto", "bf16-true"):
+        with pytest.raises(TypeError, match=r"ref_chosen_logps.*float32.*bfloat16"):
+            trainer.fit(module, data)
+    else:
+        trainer.fit(module, data)
+        assert all(torch.equal(seen[0][key], value) for key, value in stored.items())
+
+
 def test_adapters_off_are_the_reference() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.5, init_lora_weights=False)
