@@ -68,4 +68,5 @@ class Completions:
         1 up to the length of the shorter completion of a pair, then ``alpha``; 0 for tokens that are not scored.
         """
         shared = torch.minimum(*self.lengths.chunk(2)).repeat(2)
-        return torch.where(self.positions <= self.spread(shared), 1.0, alpha) * self.mask
+        weights = torch.full(self.mask.shape, alpha, dtype=torch.float32, device=self.mask.device)
+        return weights.masked_fill_(self.positions <= self.spread(shared), 1.0) * self.mask

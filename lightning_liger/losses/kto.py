@@ -80,8 +80,8 @@ def kto_loss(
 
 def kl_estimate(total: Tensor, count: Tensor | float) -> Tensor:
     """KTO's ``kl``: the mean of R from its sum over mismatched pairs and their number, at least 0; 0 without any."""
-    count = torch.as_tensor(count, device=total.device)
-    return (total.detach() / count.clamp(min=1)).clamp(min=0)
+    count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    return (total.detach() / count).clamp(min=0)
 
 
 def reward_sums(rewards: Tensor, labels: Tensor) -> Tensor:

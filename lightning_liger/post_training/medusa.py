@@ -245,7 +245,8 @@ def multi_token_loss(logits: Tensor, targets: Tensor, weights: Sequence[float]) 
         raise wrong_value("weights", f"as many numbers as targets {tuple(targets.shape)} have predictions", weights)
     for index, weight in enumerate(weights):
         check_number(f"weights[{index}]", weight, at_least=0)
-    factors, num_tokens = torch.tensor(weights, device=targets.device), targets[0].numel()
+    num_tokens = targets[0].numel()
+    factors = torch.tensor(weights, dtype=torch.float64, device=targets.device)
 
     def weighted(scores: TokenScores, index: Tensor) -> Tensor:
         log_probs = cast(Tensor, scores.log_probs)

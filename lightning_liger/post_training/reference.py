@@ -123,7 +123,7 @@ class ReferenceCache(dict[bytes, float]):
     def tensors(self) -> dict[str, Tensor]:
         """All sequences: ``keys``, ``[n, 16]`` in uint8, and ``log_probs``, ``[n]`` in float32."""
         keys = torch.frombuffer(bytearray(b"".join(self)), dtype=torch.uint8).view(-1, 16)
-        return {"keys": keys, "log_probs": torch.tensor(list(self.values()))}
+        return {"keys": keys, "log_probs": torch.tensor(list(self.values()), dtype=torch.float32)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Adds what :meth:`tensors` returned; nothing of an empty mapping."""
@@ -149,7 +149,7 @@ class ReferenceCache(dict[bytes, float]):
                 " since then, or differ between epochs (random truncation, or mismatched pairs that are made"
                 " per batch). Set precompute_ref_log_probs=False for such data"
             )
-        return torch.tensor([self[key] for key in keys])
+        return torch.tensor([self[key] for key in keys], dtype=torch.float32)
 
 
 def sequence_keys(batch: Mapping[str, Any], prefix: str = "") -> list[bytes]:

@@ -219,7 +219,7 @@ _ones: dict[tuple[int, torch.device], Tensor] = {}
 def ones(size: int, device: torch.device) -> Tensor:
     """``[size]`` ones in float32, which nobody may write to."""
     if device.type == "meta":
-        return torch.ones(size, device=device)
+        return torch.ones(size, dtype=torch.float32, device=device)
     if (size, device) not in _ones:
-        _ones[size, device] = torch.ones(size, device=device)
+        _ones[size, device] = torch.ones(size, dtype=torch.float32, device=device)
     return _ones[size, device]

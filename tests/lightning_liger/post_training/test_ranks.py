@@ -1,12 +1,15 @@
 """Modules of post-training on two ranks with unequal micro-batches train as in one process, under each strategy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 
-from tests.lightning_liger.post_training.workers.ranks import RUNS, SHARES_BATCHES, train
+from tests.lightning_liger.post_training.workers.ranks import DPO, RUNS, SFT, SHARES_BATCHES, Run, train
 from tests.lightning_liger.strategies.workers.distributed import launch
 from tests.lightning_liger.tiny import tiny_llama, tiny_model
 
@@ -40,3 +43,27 @@ def test_two_ranks_train_as_one_process(ranks: list[dict[str, Any]], folder: Pat
         assert state.keys() == {key for key in expected["state"] if "metric" not in key}  # no reference, no teacher
         for key, value in state.items():
             torch.testing.assert_close(value, expected["state"][key], rtol=1e-3, atol=2e-5, msg=lambda m, k=key: k + m)
+
+
+class HalfDefault(Precision):
+    """New tensors are in bfloat16 in each step, as with bf16-true; weights stay in float32."""
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        torch.set_default_dtype(torch.bfloat16)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+
+IN_ONE_PROCESS: dict[str, Run] = {name: run for runs in RUNS.values() for name, run in runs.items()}
+IN_ONE_PROCESS["precomputed"] = DPO[0], SFT | {"precompute_ref_log_probs": True}, DPO[2]
+IN_ONE_PROCESS["desensitized"] = DPO[0], {"ld_alpha": 0.3}, DPO[2]
+
+
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_losses_do_not_depend_on_the_default_dtype(folder: Path, name: str) -> None:
+    plain, half = (
+        train(IN_ONE_PROCESS[name], "liger", [0], folder, plugins=plugins) for plugins in ([], [HalfDefault()])
+    )
+    assert half["metrics"] == pytest.approx(plain["metrics"], rel=0, abs=0, nan_ok=True)
+    assert all(torch.equal(each, plain["state"][key]) for key, each in half["state"].items())

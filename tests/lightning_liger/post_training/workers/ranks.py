@@ -148,7 +148,7 @@ RUNS: dict[str, dict[str, Run]] = {
 }
 
 
-def train(run: Run, strategy: str, ranks: list[int], folder: Path) -> dict[str, Any]:
+def train(run: Run, strategy: str, ranks: list[int], folder: Path, **others: Any) -> dict[str, Any]:
     """Two steps of plain SGD, which shows the scale of gradients, and the whole model after them."""
     make, options, batches_of = run
 
@@ -167,7 +167,7 @@ def train(run: Run, strategy: str, ranks: list[int], folder: Path) -> dict[str, 
         found = [*found[: half // 2], *found[half : half + half // 2], *found[half // 2 : half], *found[-half // 2 :]]
     trainer = fit(
         module, found, devices=1 if is_alone else 2, strategy="liger" if is_alone else STRATEGIES[strategy](),
-        use_distributed_sampler=False, accumulate_grad_batches=len(found) // 2,
+        use_distributed_sampler=False, accumulate_grad_batches=len(found) // 2, **others,
     )  # fmt: skip
     return {"metrics": metrics_of(trainer), "state": state_of(module, trainer, strategy, folder)}
 
