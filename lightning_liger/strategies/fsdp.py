@@ -36,7 +36,7 @@ from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
 from lightning_liger.strategies.parts.packed import check_flattened
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
-from lightning_liger.strategies.precision import cast_as_other_engines, control_gradients
+from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
 from lightning_liger.strategies.trainer import TrainerStrategy
 from lightning_liger.weights.meta_device import Initializer, has_meta_tensors
 
@@ -99,6 +99,7 @@ class _Shards(CommonStrategy):
     root_device: Any
     cpu_offload: Any
     mixed_precision: MixedPrecision | None
+    mixed_precision_config: Any
     _state_dict_type: Literal["full", "sharded"]
 
     def __init__(
@@ -124,11 +125,6 @@ class _Shards(CommonStrategy):
         self._checkpoints.writes_itself = isinstance(self, FabricStrategy) or self._state_dict_type == "sharded"
         self._mesh_sizes = self._arguments.pop("device_mesh", None)
         self._backward_repair = BackwardRepair()
-
-    @property
-    def mixed_precision_config(self) -> MixedPrecision | None:
-        is_fabric = isinstance(self, FabricStrategy)  # the Trainer's inputs are whole batches, with targets
-        return self.mixed_precision or cast_as_other_engines(self._plugin.mixed_precision_config, is_fabric)
 
     def setup_environment(self) -> None:
         """Also makes the device mesh of the kind of devices in use; Lightning's is always of GPUs."""
@@ -173,6 +169,9 @@ class _Shards(CommonStrategy):
             arguments["param_init_fn"] = Initializer(model, self.root_device)
         detach_frozen_heads(model)
         wanted, mixed_precision = self.sharding_strategy, self.mixed_precision_config
+        if self.mixed_precision is None and mixed_precision is not None:
+            mixed_precision = keep_buffer_dtypes(mixed_precision, precision.precision, model)
+            mixed_precision.cast_root_forward_inputs = not getattr(model, "keeps_float_inputs", False)
         check_flattened(model, mixed_precision)
         root = FullyShardedDataParallel(
             model,

@@ -29,6 +29,7 @@ from lightning_liger.lazy.steps import settle
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.patching.float8 import Float8Choice
+from lightning_liger.sequences.context_parallel import outermost_models
 from lightning_liger.strategies.parts.buffers import buffers_as_pretrained
 from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.kernels import Kernels
@@ -108,9 +109,13 @@ class BackwardInContext(Precision):
             super().backward(*args, **kwargs)
 
 
-def cast_as_other_engines(config: MixedPrecision, casts_inputs: bool) -> MixedPrecision:
-    """Lightning's ``config`` of FSDP, which leaves buffers as they are, and inputs unless ``casts_inputs``."""
-    return replace(config, buffer_dtype=None, cast_root_forward_inputs=casts_inputs)
+def keep_buffer_dtypes(config: MixedPrecision, precision: str, module: Module) -> MixedPrecision:
+    """Lightning's ``config`` of FSDP, without a dtype for buffers where they have theirs already.
+
+    They do in true half precision, and in Hugging Face models, which other engines give frequencies in float32 too.
+    """
+    is_cast = precision in ("16-true", "bf16-true") or any(True for _ in outermost_models(module))
+    return replace(config, buffer_dtype=None) if is_cast else config
 
 
 class AppliesKernels(FabricPrecision):
@@ -130,6 +135,7 @@ class AppliesKernels(FabricPrecision):
         self.kernels = kernels
         self.fp8 = fp8
         self.patching = Kernels(kernels, fp8)
+        self._converted = Module()
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -138,13 +144,14 @@ class AppliesKernels(FabricPrecision):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:
-        config = super().mixed_precision_config  # type: ignore[misc]  # of FSDP's
-        return cast_as_other_engines(config, casts_inputs=not isinstance(self, Precision))
+        config: MixedPrecision = super().mixed_precision_config  # type: ignore[misc]  # of FSDP's
+        return keep_buffer_dtypes(config, self.precision, self._converted)
 
     def convert_module(self, module: Module) -> Module:
         """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
         with buffers_as_pretrained(module):
             module = super().convert_module(module)
+        self._converted = module
         self.patching.apply(module, self.precision)
         return module
 
