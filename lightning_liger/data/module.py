@@ -80,6 +80,8 @@ class BatchesDataModule(L.LightningDataModule):
 
     _suffixes: tuple[str, ...] = RECORD_SUFFIXES
     """Of the files that are read."""
+    _takes_hub_names = False
+    """Whether a path may also be the name of a data set on the Hub."""
     _rows_name = "rows"
     """The rows as messages name them."""
     text_tokenizer: PreTrainedTokenizerBase | None = None
@@ -126,7 +128,7 @@ class BatchesDataModule(L.LightningDataModule):
         self._files(split)
 
     def _files(self, split: Split) -> list[Path]:
-        return files_at(*self._place(split), self._suffixes)
+        return files_at(*self._place(split), self._suffixes, or_on_hub=self._takes_hub_names)
 
     def _read(self, split: Split) -> Any:
         """What is in these files: rows, or documents or records that rows are made of."""
@@ -313,6 +315,7 @@ class TokenizedDataModule(BatchesDataModule):
         PermissionError: If a repository is gated, and the user of the token may not read it.
     """
 
+    _takes_hub_names = True
     _settings_of_tokens: tuple[str, ...] = ("validation_fraction", "seed")
     """The attributes that determine the rows of the cache."""
 
