@@ -209,8 +209,8 @@ class SequencesDataModule(BatchesDataModule):
         packing_strategy: "bfd", best-fit decreasing. None is the same with a warning: ``padding_free`` was ``packing``.
         padding_free: Whether the sequences of a batch are concatenated into one row without padding. Attention
             separates them by position_ids or cu_seq_lens.
-        train_sampling_strategy: "random", or "group_by_length": examples or rows of a step have about one length.
-        balance_ranks: What ranks get about equally much of in each training step: "tokens", or "squared_lengths", to
+        train_sampling_strategy: "random", or "group_by_length": examples or rows of a step have similar lengths.
+        balance_ranks: What is divided about evenly over ranks in each training step: "tokens", or "squared_lengths", to
             which the time of attention is proportional. None deals examples or rows at random.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
     """

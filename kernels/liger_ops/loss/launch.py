@@ -19,9 +19,9 @@ MAX_ROW_IN_REGISTERS = 65536  # bytes
 _CACHED_BYTES = 36 * 2**20  # of the 50 MiB of L2 on H100 and H200, as the gradient passes through it too
 
 
-# Most logits of a row, rounded up to a power of two; warps; programs a multiprocessor, as many as fill it; rows loaded
-# ahead, as far as shared memory holds them. In brackets, on an H200 in bfloat16, the time over that of reading and
-# writing every logit once.
+# Most logits of a row, rounded up to a power of two; warps; programs per multiprocessor, as many as fill it; rows
+# loaded ahead, as far as shared memory holds them. In brackets, on an H200 in bfloat16, the time over that of reading
+# and writing every logit once.
 _WHOLE_ROW = (
     (1024, 1, 12, 0),  # 1001 logits (2.7, as every program counts the tokens; with 16 programs 3.5)
     (2048, 4, 16, 0),
@@ -81,7 +81,7 @@ def choose_block_launch(vocab_size: int, hardware: Hardware, column_bytes: int) 
 
 @backend.launch_cache
 def choose_gradient_launch(vocab_size: int) -> RowLaunch:
-    """Launch parameters for a gradient that is not computed with its loss: one row a program."""
+    """Launch parameters for a gradient that is not computed with its loss: one row per program."""
     block_size = min(_block_size(vocab_size), 4096)
     return RowLaunch(block_size, max(1, block_size // 1024))
 
