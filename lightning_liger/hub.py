@@ -27,6 +27,13 @@ from liger_ops.arguments import check_path, check_text, wrong_value
 TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of tokenizers and processors."""
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+_OF_THE_REPOSITORY = (
+    HFValidationError,
+    RepositoryNotFoundError,  # gated ones too
+    RevisionNotFoundError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 
 
 def is_repository(name: Any) -> bool:
@@ -83,7 +90,7 @@ def checkpoint_folder(setting: str, path: str | Path | None, revision: str | Non
         hint = ", adapters of peft: merge them into their model first (merge_and_unload)" if has_adapters else ""
         raise FileNotFoundError(
             f"{setting} must be the folder of a Hugging Face checkpoint (config.json and weights), or owner/name of one"
-            f" on the Hub, got {str(path)!r}{hint}"
+            f" on the Hub such as 'openai-community/gpt2', got {str(path)!r}{hint}"
         )
     return folder
 
@@ -98,11 +105,14 @@ def download_weights(setting: str, path: str | Path, folder: Path) -> None:
 
 @contextmanager
 def naming_repository(setting: str, name: str, revision: str | None = None) -> Iterator[None]:
-    """Errors of the Hub as errors that name the argument, its value and what to do."""
+    """Errors of the Hub, transformers' too, as errors that name the argument, its value and what to do."""
     given = f"{setting}={name!r}" + (f" with revision={revision!r}" if revision else "")
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     try:
-        yield
+        with _without_oserror():
+            yield
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{given} is neither an existing path nor owner/name of a repository") from error
     except GatedRepoError as error:
         access = "request access on its page of the Hub"
         raise PermissionError(f"{given} is gated: {access}, and {log_in} ({_first_line(error)})") from error
@@ -124,6 +134,20 @@ def naming_repository(setting: str, name: str, revision: str | None = None) -> I
         raise ConnectionError(f"{given}: the Hub answers {_first_line(error)}") from error
     except HTTPError as error:
         raise ConnectionError(f"{given}: the Hub cannot be reached: {_first_line(error)}") from error
+
+
+@contextmanager
+def _without_oserror() -> Iterator[None]:
+    """Raises an error about the repository itself, of which transformers makes an OSError."""
+    cause = None
+    try:
+        yield
+    except OSError as error:
+        if type(error) is not OSError or not isinstance(error.__cause__, _OF_THE_REPOSITORY):
+            raise
+        cause = error.__cause__
+    if cause is not None:
+        raise cause
 
 
 def _first_line(error: BaseException) -> str:

@@ -121,7 +121,7 @@ class RowLaunch:
 
     block_size: int
     num_warps: int
-    max_programs: int | None = None  # None: one a tile; in backward of rows in blocks, for each block of columns
+    max_programs: int | None = None  # None: one per tile; in backward of rows in blocks, for each block of columns
     num_stages: int = 1
     block_rows: int = 1
     reload_weight: bool = False  # load weight and bias when a tile needs them instead of keeping them in registers
@@ -279,7 +279,7 @@ class Kernel:
 
     Args:
         num_programs: Size of the one-dimensional grid, positive.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         arguments: One for each of the kernel's parameters.
     """
 

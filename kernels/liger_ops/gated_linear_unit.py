@@ -62,7 +62,7 @@ _MAX_BLOCK_SIZE = 1024
 
 
 def choose_launch(num_columns: int) -> tuple[int, int]:
-    """The columns of one row that a program takes, and its warps; eight elements a thread, 16 bytes in bfloat16."""
+    """The columns of one row that a program takes, and its warps; eight elements per thread, 16 bytes in bfloat16."""
     block_size = min(backend.next_power_of_2(num_columns), _MAX_BLOCK_SIZE)
     return block_size, max(1, block_size // 256)
 

@@ -89,7 +89,7 @@ _TILE_PAIRS = ((32, 512), (64, 1024), (math.inf, 256))
 
 @backend.launch_cache
 def choose_launch(max_num_heads: int, rotary_dim: int) -> tuple[int, int, int]:
-    """Heads and pairs of columns that a program rotates at a time, and its warps; eight pairs a thread."""
+    """Heads and pairs of columns that a program rotates at a time, and its warps; eight pairs per thread."""
     block_half = triton.next_power_of_2(rotary_dim // 2)
     tile_pairs = next(pairs for limit, pairs in _TILE_PAIRS if block_half <= limit)
     block_heads = min(triton.next_power_of_2(max_num_heads), max(1, tile_pairs // block_half))

@@ -7,7 +7,7 @@ from lightning_liger.activations.layers import Mode
 from lightning_liger.activations.profile import Profile
 
 _SAME_RATE = 0.8
-"""Layers whose seconds a byte differ by less count as equal: measured times of equal layers do."""
+"""Layers whose seconds per byte differ by less count as equal: measured times of equal layers do."""
 
 
 @dataclass(frozen=True)

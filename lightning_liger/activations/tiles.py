@@ -35,7 +35,7 @@ Place = tuple[nn.Module, str]
 
 
 def choose_tile_size(num_tokens: int, bytes_per_token: int) -> int:
-    """Tokens a tile, evenly spread: within ``_TILE_BYTES``, or ``_MIN_TILE_TOKENS``; all unless that makes three tiles.
+    """Tokens per tile, evenly spread, within ``_TILE_BYTES`` or ``_MIN_TILE_TOKENS``; all unless it makes three tiles.
 
     ``bytes_per_token`` are those of the module's intermediate tensors and their gradients.
     """

@@ -98,7 +98,8 @@ class _Trainer(L.Trainer):
             dtype: Of the log-probabilities in the file.
         """
         if not isinstance(model, LigerCausalLM) or model.hparams["pretrained"] is None:
-            raise wrong_value("model", "a LigerCausalLM whose pretrained is a folder with weights", model)
+            expected = "a LigerCausalLM whose pretrained is a folder with weights or a name on the Hub"
+            raise wrong_value("model", expected, model)
         datamodule.prepare_data()
         datamodule.setup("fit")
         model.configure_model()
@@ -125,7 +126,7 @@ class _Guard(L.Callback):
 
 def _require_weights(model: L.LightningModule, ckpt_path: Any) -> None:
     if ckpt_path is None and isinstance(model, LigerCausalLM) and model.hparams["pretrained"] is None:
-        expected = "a checkpoint to predict with, unless model.pretrained is a folder with weights"
+        expected = "a checkpoint to predict with, unless model.pretrained is a folder with weights or a name on the Hub"
         raise wrong_value("ckpt_path", expected, ckpt_path)
 
 

@@ -46,13 +46,13 @@ def run_inspect(
         seq_len: Tokens per row.
         num_gpus: How many GPUs train together.
         strategy: By default single for one GPU and fsdp for more.
-        precision: As of Lightning's Trainer; mixed ones with fsdp and deepspeed_stage_*.
+        precision: A precision of Lightning's Trainer; mixed ones need fsdp or deepspeed_stage_*.
         optimizer: adamw is PyTorch's with fused=True, adamw_foreach its default; adamw_bfloat16 and adamw_8bit are
             LigerCausalLM's with that state_dtype.
         memory_budget: For the plan of layers, as strategies take it: GiB above 1, or a share of the GPU up to 1 or
             auto, which need --gpu.
         fp8: Whether linear layers run in float8 with our strategies.
-        gpu: What has to fit; also sets memory_budget to auto.
+        gpu: The GPU on which training has to fit; also sets memory_budget to auto.
         revision: Branch, tag or commit of a model on the Hub.
         json: Print JSON, with the keys that docs/inspect.md lists.
 

@@ -80,6 +80,8 @@ class BatchesDataModule(L.LightningDataModule):
 
     _suffixes: tuple[str, ...] = RECORD_SUFFIXES
     """Of the files that are read."""
+    _takes_hub_names = False
+    """Whether a path may also be the name of a data set on the Hub."""
     _rows_name = "rows"
     """The rows as messages name them."""
     text_tokenizer: PreTrainedTokenizerBase | None = None
@@ -126,7 +128,7 @@ class BatchesDataModule(L.LightningDataModule):
         self._files(split)
 
     def _files(self, split: Split) -> list[Path]:
-        return files_at(*self._place(split), self._suffixes)
+        return files_at(*self._place(split), self._suffixes, or_on_hub=self._takes_hub_names)
 
     def _read(self, split: Split) -> Any:
         """What is in these files: rows, or documents or records that rows are made of."""
@@ -207,8 +209,8 @@ class SequencesDataModule(BatchesDataModule):
         packing_strategy: "bfd", best-fit decreasing. None is the same with a warning: ``padding_free`` was ``packing``.
         padding_free: Whether the sequences of a batch are concatenated into one row without padding. Attention
             separates them by position_ids or cu_seq_lens.
-        train_sampling_strategy: "random", or "group_by_length": examples or rows of a step have about one length.
-        balance_ranks: What ranks get about equally much of in each training step: "tokens", or "squared_lengths", to
+        train_sampling_strategy: "random", or "group_by_length": examples or rows of a step have similar lengths.
+        balance_ranks: What is divided about evenly over ranks in each training step: "tokens", or "squared_lengths", to
             which the time of attention is proportional. None deals examples or rows at random.
         pad_to_multiple_of: The number of tokens of a row is a multiple of this.
     """
@@ -313,6 +315,7 @@ class TokenizedDataModule(BatchesDataModule):
         PermissionError: If a repository is gated, and the user of the token may not read it.
     """
 
+    _takes_hub_names = True
     _settings_of_tokens: tuple[str, ...] = ("validation_fraction", "seed")
     """The attributes that determine the rows of the cache."""
 

@@ -74,7 +74,7 @@ class LengthSampler(DistributedSampler[Any]):
     """Places of examples for one rank in an order of ``seed`` and the epoch; of packed rows tuples of places.
 
     Ranks get different rows, in equally many batches. Rows that fill no step are left out, others in each epoch.
-    ``lengths`` and ``costs`` are ``[num_examples]``: the tokens of each, and what ranks get equally much of in a step.
+    ``lengths`` and ``costs`` are ``[num_examples]``: the tokens of each, and what ranks get equal sums of in a step.
     A ``capacity`` is that of rows into which examples are packed. ``options`` are those of DistributedSampler.
     """
 

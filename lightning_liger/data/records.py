@@ -123,7 +123,7 @@ def read_records(setting: str, files: Iterable[Path]) -> Iterator[Record]:
     """Iterates over the records of files, in order; ``setting`` names their path in errors.
 
     A .parquet or .csv file has one record per row; a .json file a list of objects, or lines; all others have one
-    object a line.
+    object per line.
     """
     for file in files:
         place = where = f"{setting}: {file}"

@@ -38,10 +38,13 @@ def python_library_files() -> list[Path]:
     return files
 
 
-def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files: bool = False) -> list[Path]:
+def files_at(
+    setting: str, path: Any, suffixes: tuple[str, ...], *, other_files: bool = False, or_on_hub: bool = False
+) -> list[Path]:
     """The file at ``path``, or all in the folder that have one of the suffixes, in a fixed order without hidden ones.
 
     ``setting`` names the path in errors. With ``other_files`` a file may have another suffix.
+    ``or_on_hub`` says that the setting also takes names on the Hub.
     """
     check_path(setting, path)
     root = Path(os.path.expanduser(path))  # Path.expanduser raises for unknown users
@@ -53,6 +56,7 @@ def files_at(setting: str, path: Any, suffixes: tuple[str, ...], *, other_files:
         return [root]
     if not (files := _walk(root, suffixes)):
         problem = "is a folder without such files" if os.path.isdir(root) else "does not exist"
+        accepted += ", or owner/name of a data set on the Hub" if or_on_hub else ""
         raise FileNotFoundError(f"{setting}={str(path)!r} {problem}: expected {accepted}.")
     return files
 

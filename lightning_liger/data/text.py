@@ -99,7 +99,9 @@ class TextDataModule(TokenizedDataModule):
     @override
     def _files(self, split: Split) -> list[Path]:
         setting, path = self._place(split)
-        return python_library_files() if path is None else files_at(setting, path, TEXT_SUFFIXES, other_files=True)
+        if path is None:
+            return python_library_files()
+        return files_at(setting, path, TEXT_SUFFIXES, other_files=True, or_on_hub=True)
 
     @override
     def _read(self, split: Split) -> Iterator[str]:

@@ -41,10 +41,10 @@ def find_config(model: str, settings: Mapping[str, Any] | None = None, revision:
         return build_config(None, model, settings)
     if path.parent.is_dir():
         raise FileNotFoundError(f"model must be a folder with a config.json, got {model!r} without")
+    hint = "" if "/" in model else did_you_mean(model, CONFIG_MAPPING.keys(), most=5)
     raise FileNotFoundError(
         "model must be a folder with a config.json, owner/name of a model on the Hub, or"
-        f" an architecture such as 'llama' (transformers.CONFIG_MAPPING lists them), got {model!r}"
-        f"{did_you_mean(model, CONFIG_MAPPING.keys(), most=5)}"
+        f" an architecture such as 'llama' (transformers.CONFIG_MAPPING lists them), got {model!r}{hint}"
     )
 
 

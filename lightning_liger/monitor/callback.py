@@ -31,7 +31,7 @@ from lightning_liger.monitor.page import page, short, table
 from lightning_liger.patching.float8 import converted_layers, share_of
 
 _MIN_POINTS = 20
-"""Of the plots, where the training is long enough: steps between two are fewer than asked for otherwise."""
+"""Of the plots, where the training run is long enough: steps between two are fewer than asked for otherwise."""
 _PATIENCE = 1.0
 """Seconds for which the numbers of an interrupted run may arrive."""
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -44,7 +44,7 @@ _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "tr
 
 
 Totals = defaultdict[str, float]
-"""Sums over steps, and the most of memory; for a whole training also over resumed parts of it. See ``_finish_lap``."""
+"""Sums over steps, and the most of memory; of a training run also over resumed parts of it. See ``_finish_lap``."""
 
 
 class _Lap(NamedTuple):

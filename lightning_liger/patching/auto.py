@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from lightning_liger.hub import naming_repository
 from lightning_liger.patching import apply_liger_kernels, check_kernels
 from lightning_liger.patching.apply import KernelChoice
 
@@ -27,10 +28,15 @@ class _AutoLigerModel:
             The model, with the report of replacements as ``liger_report``.
 
         Raises:
+            ConnectionError: If a repository is not in the local cache, and the Hub cannot be reached.
+            FileNotFoundError: If there is no such path, repository or revision.
+            PermissionError: If the repository is gated.
             TypeError: For ``kernels`` of another type, before anything is loaded.
             ValueError: For unknown kernels, before anything is loaded, or kernels asked for by name that fit nothing.
         """
-        return cls._patched("from_pretrained", kernels, *args, **kwargs)
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        with naming_repository("pretrained_model_name_or_path", str(name), kwargs.get("revision")):
+            return cls._patched("from_pretrained", kernels, *args, **kwargs)
 
     @classmethod
     def from_config(cls, *args: Any, kernels: KernelChoice = "auto", **kwargs: Any) -> PreTrainedModel:

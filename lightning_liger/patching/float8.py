@@ -118,7 +118,7 @@ def check_float8(fp8: Any) -> Float8Recipe | None:
 
 
 _FLOPS_PER_BYTE = 128
-"""Multiplications saved in the time of a byte moved, with a margin: an H200 saves 6 * out * in FLOPs a token at the
+"""Multiplications saved in the time of a byte moved, with a margin: an H200 saves 6 * out * in FLOPs per token at the
 difference of 660 and 1230 TFLOP/s, and moves 6 bytes for each input and 5 for each output at 4 TB/s."""
 _LEAST_WEIGHTS = 2**23
 """Layers with fewer weights take less time on the GPU than Python needs for their further kernels."""

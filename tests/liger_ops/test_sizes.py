@@ -182,7 +182,7 @@ SIZED = {
         NORM_ROWS,
         num_optional=2,
     ),
-    # Small, several blocks a group with channels together, several blocks a channel; instance norm too.
+    # Small, several blocks per group with channels together, several blocks per channel; instance norm too.
     "group_norm": Sized(
         lambda x, *parameters, channels: liger_ops.group_norm(x, x.shape[1] // channels, *parameters, EPS),
         plain_group_norm,

@@ -32,6 +32,7 @@ from tests.lightning_liger.workers.example_runs import OF_THE_HUB
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 PAIRS = (EXAMPLES / "preference.jsonl").read_bytes().splitlines(keepends=True)
+AUTO = AutoLigerModelForCausalLM.from_pretrained
 README = b"""---
 configs:
 - config_name: pairs
@@ -177,6 +178,12 @@ def test_errors_name_the_argument_and_what_to_do(hub, tmp_path, monkeypatch, cap
         (lambda: LigerCausalLM("someone/none"), FileNotFoundError, ("pretrained='someone/none'", "check the name")),
         (lambda: LigerCausalLM("someone/tiny", revision="v9"), FileNotFoundError, ("revision='v9'", "no such branch")),
         (lambda: LigerCausalLM("someone/gated"), PermissionError, ("pretrained='someone/gated'", "hf auth login")),
+        (lambda: AUTO("someone/none"), FileNotFoundError, ("name_or_path='someone/none'", "check the name")),
+        (lambda: AUTO("someone/tiny", revision="v9"), FileNotFoundError, ("revision='v9'", "no such branch")),
+        (lambda: AUTO("someone/gated"), PermissionError, ("name_or_path='someone/gated'", "hf auth login")),
+        (lambda: AUTO("/no/where"), FileNotFoundError, ("name_or_path='/no/where'", "owner/name")),
+        (lambda: LigerCausalLM("gpt2"), FileNotFoundError, ("pretrained", "'gpt2'", "such as 'openai-community/gpt2'")),
+        (lambda: TextDataModule(path="imdb"), FileNotFoundError, ("data.path='imdb'", "owner/name of a data set")),
         (lambda: LigerCausalLM("/no/where", revision="v9"), ValueError, ("revision", "'/no/where'", "'v9'")),
         (
             lambda: PreferenceDataModule(**data | {"path": "someone/none"}),
@@ -210,8 +217,9 @@ def test_errors_name_the_argument_and_what_to_do(hub, tmp_path, monkeypatch, cap
     monkeypatch.setenv("HF_TOKEN", hub.token)
     LigerCausalLM("someone/gated").configure_model()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConnectionError, match=r"pretrained='someone/new'.*HF_HUB_OFFLINE"):
-        LigerCausalLM("someone/new")
+    for load, name in ((LigerCausalLM, "pretrained"), (AUTO, "name_or_path")):
+        with pytest.raises(ConnectionError, match=rf"{name}='someone/new'.*HF_HUB_OFFLINE"):
+            load("someone/new")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for target, name in ((huggingface_hub.constants, "ENDPOINT"), (huggingface_hub.hf_api.api, "endpoint")):
         monkeypatch.setattr(target, name, "http://127.0.0.1:9")  # where nothing listens

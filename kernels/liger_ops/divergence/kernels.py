@@ -317,13 +317,13 @@ def divergence_kernel(
 
 @backend.launch_cache
 def choose_divergence_launch(vocab_size: int, hardware: Hardware) -> RowLaunch:
-    """Launch parameters: two groups of each model's columns a thread, and as many programs as fill the device.
+    """Launch parameters: two groups of each model's columns per thread, and as many programs as fill the device.
 
     On an H200, 2048 rows of 128256 columns in bfloat16: forward KL takes 0.69 ms with 8 warps of a block of 4096, and
     0.73 ms with 32 of 8192; generalized JSD 0.99 and 1.16 ms. At the rate of a copy they would take 0.65 and 0.91 ms.
     """
     block_size = min(triton.next_power_of_2(max(vocab_size, _MIN_BLOCK_SIZE)), _MAX_BLOCK_SIZE)
-    num_warps = max(1, block_size // 512)  # two groups a thread, to load both while the other is computed
+    num_warps = max(1, block_size // 512)  # two groups per thread, to load both while the other is computed
     return RowLaunch(block_size, num_warps, hardware.warps // num_warps * hardware.multiprocessors)
 
 

@@ -41,7 +41,7 @@ _ROW_MULTIPLES = ((512, 256), (128, 16))
 
 
 def choose_chunk_size(num_tokens: int, vocab_size: int, element_size: int, chunk_bytes: int) -> int:
-    """Tokens a chunk of logits: as many as fit ``chunk_bytes``, evenly spread, and never all of them at once."""
+    """Tokens per chunk of logits: as many as fit ``chunk_bytes``, evenly spread, and never all of them at once."""
     return _spread(num_tokens, max(1, chunk_bytes // (vocab_size * element_size)))
 
 
@@ -60,7 +60,7 @@ def _row_multiple(rows: int) -> int:
 def default_chunk_size(
     num_tokens: int, vocab_size: int, element_size: int, device: torch.device, hidden_size: int = 0
 ) -> int:
-    """Tokens a chunk where no budget is given.
+    """Tokens per chunk where no budget is given.
 
     On a GPU, ``GOOD_CHUNK_TOKENS`` or as many as make 4 chunks or ``MIN_CHUNK_BYTES``. Fewer, down to
     ``SAVING_CHUNK_TOKENS`` or 4 chunks, if that keeps to ``MEMORY_SHARE``. More than 4 chunks, whose sum takes more
@@ -228,7 +228,7 @@ def chunked_linear_loss(
         tokens: The order of visiting; tokens after its count are only seen if they share the first chunk. An order
             is required unless one chunk holds all tokens.
         chunk_loss: Computes the loss; stores the losses as a side effect.
-        chunk_size: Tokens a chunk.
+        chunk_size: Tokens per chunk.
         accumulate_dtype: Dtype of the weight's and the bias's gradient.
         needs_gradient: Whether the gradient of the hidden states, the weight and the bias is wanted; then of the
             adapter's input and weight.

@@ -34,7 +34,7 @@ class LinearHead(NamedTuple):
         return [self.input, self.weight, self.bias, self.adapter_input, self.adapter_weight]
 
     def chunks(self, chunk_bytes: int | None, element_size: int = 0) -> tuple[int, torch.dtype]:
-        """Tokens a chunk of logits within a budget, by default chosen for the device, and the dtype of their sums.
+        """Tokens per chunk of logits within a budget, by default chosen for the device, and the dtype of their sums.
 
         ``element_size`` is the number of bytes of a logit with all that is computed of it, by default its own.
         """

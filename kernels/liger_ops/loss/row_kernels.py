@@ -351,7 +351,7 @@ def loss_kernel(
     if mean_scale_ptr is not None:
         mean_scale = _mean_scale(
             labels_ptr, class_weight_ptr, token_weight_ptr, num_rows, vocab_size, ignore_index,
-            1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few a thread
+            1024 if WHOLE_ROW and BLOCK_SIZE <= 8192 else 4096,  # a few per thread
         )  # fmt: skip
         if tl.program_id(0) == 0:
             tl.store(mean_scale_ptr, mean_scale)

@@ -7,7 +7,7 @@
 Sinkhorn divides columns, then rows and columns tmax - 1 times, by their sum + sinkhorn_eps. Its backward computes these
 divisors again, and finds each matrix from the one after it, times its divisors. Products with phi, and mean(x**2), read
 x once in each direction; they accumulate in float32 and, if x and phi have one dtype, multiply in it. Between the two,
-n * (n + 2) numbers a token in float32, is plain PyTorch. Source: arXiv:2512.24880.
+n * (n + 2) numbers per token in float32, is plain PyTorch. Source: arXiv:2512.24880.
 """
 
 from typing import Any

@@ -7,9 +7,10 @@ gradient G of O (Shazeer et al., arXiv:1701.06538; formulas of each step are tho
     dz = da/dz (s d)            dW2 = sum of G (s a)^T      db2 = sum of s G
     dx = sum of W1^T dz         dW1 = sum of dz x^T         db1 = sum of dz
 
-Saved for backward: x, z, the scores and the index, 4 * intermediate_size bytes a pair in bfloat16; a is computed again
-from z. Rows are gathered in the loads of products, and added up in float32 in the order of a token's experts: nothing
-is permuted in memory, nothing waits for the device, and results do not depend on the order in which programs run.
+Saved for backward: x, z, the scores and the index, 4 * intermediate_size bytes per pair in bfloat16; a is computed
+again from z. Rows are gathered in the loads of products, and added up in float32 in the order of a token's experts:
+nothing is permuted in memory, nothing waits for the device, and results do not depend on the order in which programs
+run.
 
 A weight W + B A with B A of a low rank is never made: u = A x has few columns, and a kernel begins its sums with B u;
 W^T g + A^T (B^T g) in backward likewise. dA = sum of (B^T g) x^T, dB = sum of g u^T, with u computed again.

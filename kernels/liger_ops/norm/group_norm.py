@@ -9,7 +9,7 @@ With n = (x - mean) * rstd and means over the group,
 
 A group may be of any size, so its program reads it twice, block by block: for the statistics (in backward, for each
 channel's two sums, of which the means are made) and for the result; the second reading finds what the L2 cache kept.
-Nothing is added atomically, so results repeat. Saved: x, weight, bias, rstd and mean (8 bytes a group).
+Nothing is added atomically, so results repeat. Saved: x, weight, bias, rstd and mean (8 bytes per group).
 Source: arXiv:1803.08494.
 """
 

@@ -34,7 +34,7 @@ def moments(x_ptr, length, BLOCK_SIZE: tl.constexpr, NUM_STAGES: tl.constexpr):
 
 @backend.launch_cache
 def _choose_sum_columns(num_columns: int, num_multiprocessors: int) -> int:
-    """Columns of a program, of which there are two a multiprocessor: half a line of memory at least, four at most."""
+    """Columns of a program, two of which share a multiprocessor: at least half a line of memory, at most four."""
     block_columns = triton.next_power_of_2(triton.cdiv(num_columns, 2 * num_multiprocessors))
     return min(128, max(16, block_columns))
 

@@ -53,7 +53,7 @@ def choose_forward_launch(
     ``input_bytes`` are those of one element of x and, if there is one, of the residual together.
     """
     block_size = triton.next_power_of_2(hidden_size)
-    programs, num_warps = 0, 8  # programs a multiprocessor, which load up to two tiles ahead; 0: one program a tile
+    programs, num_warps = 0, 8  # programs per multiprocessor, which load up to two tiles ahead; 0: one per tile
     if block_size <= 2048:
         tile_size, num_warps = 4096 if centered else 2048, 4
     elif block_size <= 4096:
@@ -83,7 +83,7 @@ def choose_backward_launch(
     num_sums: int,
     shared_bytes: int,
 ) -> RowLaunch:
-    """Tiles of 16 KB, or of one longer row; one program a multiprocessor, which loads tiles ahead while they fit.
+    """Tiles of 16 KB, or of one longer row; one program per multiprocessor, which loads tiles ahead while they fit.
 
     ``element_size`` is the widest tensor's; ``num_inputs`` tensors of the input's size are read, two, or three with the
     gradient of the sum, and ``num_sums`` sums over the rows kept, of weight and bias.

@@ -8,7 +8,7 @@ largest magnitude (block-wise quantization on a logarithmic grid, as in arXiv:21
 
     code = (bits(r (1 - b) + b) - bits(b)) >> 20        b: where the first octave begins
 
-That is eight codes an octave, and equal steps below b. The first moment has a sign and 127 codes over 16 octaves, the
+That is eight codes per octave, and equal steps below b. The first moment has a sign and 127 codes over 16 octaves, the
 second 255 over 32. The square root of the smallest second moment is above the smallest first moment, and no second
 moment becomes 0 unless it is 0: a first moment is never divided by a vanished second one. A block with a number that is
 not finite is NaN. Decoded moments that are encoded to nearest have the same codes and scales.

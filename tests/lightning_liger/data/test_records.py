@@ -76,6 +76,13 @@ def test_python_library_has_its_modules_in_fixed_order_and_no_tests(tmp_path, mo
         python_library_files()
 
 
+@pytest.mark.parametrize("or_on_hub", [False, True])
+def test_names_on_the_hub_are_suggested_where_they_are_taken(or_on_hub):
+    with pytest.raises(FileNotFoundError, match="does not exist") as raised:
+        files_at("data.path", "imdb", TEXT_SUFFIXES, or_on_hub=or_on_hub)
+    assert ("or owner/name of a data set on the Hub" in str(raised.value)) == or_on_hub
+
+
 def test_files_are_read_in_order_without_hidden_and_other_ones(tmp_path, monkeypatch):
     for name in ("b.md", "a.txt", "sub/deep/c.PY", "sub/d.rst", ".hidden.txt", ".git/e.txt", "g.json", "h.csv", "i"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -132,6 +132,8 @@ def test_models_by_folder(tmp_path):
     AutoConfig.for_model("llama", **TINY).save_pretrained(tmp_path)
     assert find_config(str(tmp_path)).vocab_size == find_config(str(tmp_path / "config.json")).vocab_size == 500
     assert find_config(str(tmp_path), {"vocab_size": 100}).vocab_size == 100
+    with pytest.raises(FileNotFoundError, match=r"got '/no/where'$"):  # which no architecture is meant by
+        find_config("/no/where")
 
 
 def test_the_largest_that_fits():
