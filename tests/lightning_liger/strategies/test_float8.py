@@ -154,6 +154,14 @@ def test_plans_change_no_bit(tmp_path: Path, save: Any) -> None:
     assert run_single(tmp_path, LigerSingleDeviceStrategy()) != expected
 
 
+def test_one_rank_which_gathers_nothing_trains_as_without_all_gather(tmp_path: Path) -> None:
+    losses = [
+        run_single(tmp_path, LigerModelParallelStrategy(fp8=each), accelerator="cpu", devices=1)
+        for each in (GATHERED, EVERY)
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_ways_to_ask_for_it_are_the_same(tmp_path: Path) -> None:
     expected = run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY))
     assert run_single(tmp_path, "auto", LigerCallback(fp8=EVERY)) == expected
