@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from lightning_liger.patching import PatchReport, apply_liger_kernels, check_kernels
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.patching.float8 import Float8Choice, check_float8
+from lightning_liger.patching.float8 import Float8Choice, check_device, check_float8
 
 _WITHOUT_FLOAT8 = ("16-true", "16-mixed", "64-true")
 
@@ -24,15 +25,25 @@ class Kernels:
         self.report: PatchReport | None = None
         """Of the last model in which modules were replaced, None before the first model."""
 
-    def apply(self, model: Module, precision: str = "", *, holds_frozen: bool = False) -> None:
+    def apply(
+        self,
+        model: Module,
+        precision: str = "",
+        *,
+        holds_frozen: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         """Applies the kernels to a model whose parameters have their final dtypes; again, changes nothing.
 
-        ``precision`` is Lightning's, ``holds_frozen`` whether frozen weights may be held in float8 by default.
+        ``precision`` is Lightning's, ``holds_frozen`` whether frozen weights may be held in float8 by default,
+        ``device`` where the model will be.
         """
         recipe = self.recipe
         if recipe is not None:
             if precision in _WITHOUT_FLOAT8:
                 raise ValueError(f"fp8 needs precision 'bf16-true', 'bf16-mixed' or '32-true', got {precision!r}")
+            if device is not None:
+                check_device(recipe, device)
             if recipe.hold_frozen == "auto":
                 recipe = replace(recipe, hold_frozen=holds_frozen)
         report = apply_liger_kernels(model, self.choice, recipe)

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -28,6 +29,7 @@ from lightning_liger import (
     LigerSingleDeviceStrategy,
     apply_liger_kernels,
 )
+from lightning_liger.patching import float8
 from lightning_liger.patching.float8 import fp8_share
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -206,6 +208,24 @@ def test_precisions_without_float8_are_refused_before_training(precision: Any, s
         else:
             trainer = quiet_trainer(strategy=strategy(fp8=True), precision=precision, max_steps=1)
             trainer.fit(Model(), DataLoader(make_batches(0, 1), batch_size=None))
+
+
+@pytest.mark.parametrize("way", ["trainer", "callback", "fabric"])
+def test_devices_without_float8_are_refused_before_the_model_is_there(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own device is another one until the engine moves it."""
+    device = torch.device("cpu", 0)
+    monkeypatch.setattr(float8, "unsupported", lambda each: "it is too old" if each == device else None)
+    for each in (LigerSingleDeviceStrategy, FabricLigerSingleDeviceStrategy, SingleDeviceStrategy):
+        monkeypatch.setattr(each, "root_device", device)
+    with pytest.raises(ValueError, match="fp8=fp8 rowwise is not supported on cpu:0: it is too old"):
+        if way == "fabric":
+            FabricLigerSingleDeviceStrategy(fp8=EVERY).setup_module(build())
+        elif way == "callback":
+            run_single(tmp_path, "auto", LigerCallback(fp8=EVERY))
+        else:
+            run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY))
 
 
 def test_mixed_precision_trains_in_float8(tmp_path: Path) -> None:
