@@ -1,5 +1,7 @@
 """Strategies, precision plugins and the callback apply kernels to a model before an engine wraps it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -24,6 +26,16 @@ class Kernels:
             raise ValueError(f"{fp8!r}: all_gather=True is for 'liger_model_parallel', only FSDP2 gathers in float8")
         self.report: PatchReport | None = None
         """Of the last model in which modules were replaced, None before the first model."""
+        self._is_left = False
+
+    @contextmanager
+    def left_to_the_strategy(self) -> Iterator[None]:
+        """A context in which a precision plugin applies none: a strategy of ours does, which knows its engine."""
+        self._is_left = True
+        try:
+            yield
+        finally:
+            self._is_left = False
 
     def apply(
         self,
@@ -38,6 +50,8 @@ class Kernels:
         ``precision`` is Lightning's, ``holds_frozen`` whether frozen weights may be held in float8 by default,
         ``device`` where the model will be.
         """
+        if self._is_left:
+            return
         recipe = self.recipe
         if recipe is not None:
             if precision in _WITHOUT_FLOAT8:

@@ -19,6 +19,7 @@ from lightning_liger import (
     FabricLigerDDPStrategy,
     FabricLigerFSDPStrategy,
     FabricLigerModelParallelStrategy,
+    FabricLigerPrecisionPlugin,
     FabricLigerSingleDeviceStrategy,
     Float8Recipe,
     LigerCallback,
@@ -182,19 +183,31 @@ def test_a_resumed_run_repeats_the_rest_bit_for_bit_and_checkpoints_are_the_stoc
     torch.testing.assert_close(without, expected[2:], rtol=0.02, atol=0.0)
 
 
+def holds_frozen(model: nn.Module) -> bool:
+    return any(isinstance(each, Float8Weight) for each in model.parameters() if not each.requires_grad)
+
+
 def test_engines_hold_frozen_weights_in_float8_where_they_do_not_shard_them(tmp_path: Path) -> None:
-    for strategy, is_held in ((LigerSingleDeviceStrategy, True), (LigerFSDPStrategy, False)):
+    ways = [
+        (LigerSingleDeviceStrategy(fp8=EVERY), [], True),
+        (LigerSingleDeviceStrategy(), [LigerPrecisionPlugin(fp8=EVERY)], True),
+        (LigerFSDPStrategy(fp8=EVERY), [], False),
+        (LigerFSDPStrategy(), [LigerPrecisionPlugin(fp8=EVERY)], False),
+    ]
+    for strategy, plugins, is_held in ways:
         module = Model("lora")
-        trainer = make_trainer(root=tmp_path, strategy=strategy(fp8=EVERY), accelerator="cpu", devices=1)
+        trainer = make_trainer(root=tmp_path, strategy=strategy, plugins=plugins, accelerator="cpu", devices=1)
         trainer.fit(module, DataLoader(make_batches(0, 1), batch_size=None))
-        held = [isinstance(each, Float8Weight) for each in module.model.parameters() if not each.requires_grad]
-        assert any(held) == is_held
+        assert holds_frozen(module.model) == is_held
+    strategy, plugin = FabricLigerSingleDeviceStrategy(), FabricLigerPrecisionPlugin(fp8=EVERY)
+    fabric = L.Fabric(strategy=strategy, plugins=plugin, accelerator="cpu", devices=1)
+    assert holds_frozen(fabric.setup_module(build("lora")))
     own = Float8Recipe(filter=["*"], min_tokens=1, hold_frozen=False)
     module = Model("lora")
     make_trainer(root=tmp_path, strategy=LigerSingleDeviceStrategy(fp8=own), max_steps=1).fit(
         module, DataLoader(make_batches(0, 1), batch_size=None)
     )
-    assert not any(isinstance(each, Float8Weight) for each in module.model.parameters())
+    assert not holds_frozen(module.model)
 
 
 @pytest.mark.parametrize("precision", ["16-true", "64-true"])
