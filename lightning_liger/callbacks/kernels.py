@@ -54,7 +54,7 @@ class LigerCallback(L.Callback):
         after_configure_model(pl_module, functools.partial(self._apply, trainer, pl_module))
 
     def _apply(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._kernels.apply(pl_module, trainer.precision or "")
+        self._kernels.apply(pl_module, trainer.precision or "", device=trainer.strategy.root_device)
         if self.kernels != "none" or self._activations.is_asked_for:
             self._activations.control(pl_module, trainer.strategy.root_device)
 

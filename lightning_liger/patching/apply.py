@@ -11,9 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
-from liger_ops.fp8.products import unsupported
 from lightning_liger.lazy.logits import loss_wanted
-from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_float8, converted_layers
+from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_device, check_float8, converted_layers
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES
 from lightning_liger.patching.rules.adapters import AdapterRule
@@ -135,11 +134,8 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto", fp8: F
 
 def _find_linears(model: nn.Module, recipe: Float8Recipe, found: Sequence[Any]) -> list[Any]:
     """The linear layers of ``model``, in groups that share their input, and what the report says of each group."""
-    devices = {parameter.device for parameter in model.parameters()}
-    for device in devices:
-        reason = None if recipe.emulate else unsupported(device)
-        if reason is not None:
-            raise ValueError(f"fp8={recipe} is not supported on {device}: {reason}")
+    for device in {parameter.device for parameter in model.parameters()}:
+        check_device(recipe, device)
     replacements = [(module, replacement) for module, _, replacement in found]
     replacements += [(each, each.liger_replacement) for each in model.modules() if isinstance(each, Patched)]
     shared = [(module, (each.gate, each.up)) for module, each in replacements if isinstance(each, MLPReplacement)]

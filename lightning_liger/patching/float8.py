@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from liger_ops.arguments import check_bool, check_choice, check_integer, wrong_type, wrong_value
-from liger_ops.fp8.products import Float8Options
+from liger_ops.fp8.products import Float8Options, unsupported
 
 ATTRIBUTE = "liger_float8"
 """Of converted layers, how they run."""
@@ -115,6 +116,13 @@ def check_float8(fp8: Any) -> Float8Recipe | None:
     name = "auto" if fp8 is True else fp8
     check_choice("fp8", name, RECIPES)
     return RECIPES[str(name)]
+
+
+def check_device(recipe: Float8Recipe, device: torch.device) -> None:
+    """Raises ValueError if a device does not have the products of a recipe."""
+    reason = None if recipe.emulate else unsupported(device)
+    if reason is not None:
+        raise ValueError(f"fp8={recipe} is not supported on {device}: {reason}")
 
 
 _FLOPS_PER_BYTE = 128

@@ -100,7 +100,9 @@ class CommonStrategy:
         """``model`` as the engine gets it: with kernels, and layers in their modes."""
         strategy: Any = self
         with self._final_parameters(model):
-            self._patching.apply(model, self._plugin.precision, holds_frozen=self._holds_frozen)
+            self._patching.apply(
+                model, self._plugin.precision, holds_frozen=self._holds_frozen, device=strategy.root_device
+            )
         if self.kernels != "none" or self._activations.is_asked_for:
             self._activations.control(model, strategy.root_device, self._announce_plan)
         return model

@@ -26,7 +26,11 @@ class FabricStrategy(CommonStrategy, Strategy):
         # Lightning's setter comes first: it checks the type. The class that defines it differs between engines.
         super(FabricStrategy, type(self)).precision.fset(self, precision)  # type: ignore[attr-defined]
         if precision is not None:  # Fabric calls this right before it moves a module and calls setup_module
-            precision.convert_module = partial(convert_as_pretrained, precision)
+            precision.convert_module = partial(self._convert, precision)
+
+    def _convert(self, plugin: Any, module: Module) -> Module:
+        with self._patching.left_to_the_strategy():
+            return convert_as_pretrained(plugin, module)
 
     def module_to_device(self, module: Module) -> None:
         initialize(module, self.root_device)

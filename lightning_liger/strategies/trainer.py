@@ -125,7 +125,7 @@ class TrainerStrategy(CommonStrategy, Strategy):
 
     def _convert(self, convert: Callable[[Module], Module], model: Module) -> Module:
         """``model`` in the engine's dtypes, and prepared."""
-        with buffers_as_pretrained(model):
+        with self._patching.left_to_the_strategy(), buffers_as_pretrained(model):
             model = convert(model)
         return self._prepare(model)
 

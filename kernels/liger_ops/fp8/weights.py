@@ -69,14 +69,26 @@ class Float8Weight(Tensor):
             else:
                 parts = [func(each) for each in (weight.payload, weight.scale)]
             return Float8Weight(parts[0], parts[1], kwargs.get("dtype") or weight.dtype)
-        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+        if func._schema.is_mutable and any(isinstance(each, cls) for each in _written(func, args, kwargs)):
+            if func is not torch.ops.aten.copy_.default or args[0].requires_grad:
+                raise TypeError(
+                    f"{func} would write to a weight that is held in float8, which only copy_ may while it is frozen:"
+                    " to train it, set hold_frozen=False in the Float8Recipe"
+                )
             args[0].payload.copy_((found := cls.of(args[1])).payload)
             args[0].scale.copy_(found.scale)
             return args[0]
-        if func._schema.is_mutable and isinstance(args[0], cls):
-            raise TypeError(f"{func} would write to a weight that is held in float8, which only copy_ may")
         args, kwargs = torch.utils._pytree.tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an operation writes to, also in lists, as those of optimizers."""
+    arguments = func._schema.arguments
+    values = {each.name: value for each, value in zip(arguments, args, strict=False)} | kwargs
+    names = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    leaves: list[Any] = torch.utils._pytree.tree_leaves([values.get(name) for name in names])
+    return leaves
 
 
 def plain(weight: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
 """Strategies, precision plugins and the callback apply kernels to a model before an engine wraps it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from lightning_liger.patching import PatchReport, apply_liger_kernels, check_kernels
 from lightning_liger.patching.apply import KernelChoice
-from lightning_liger.patching.float8 import Float8Choice, check_float8
+from lightning_liger.patching.float8 import Float8Choice, check_device, check_float8
 
 _WITHOUT_FLOAT8 = ("16-true", "16-mixed", "64-true")
 
@@ -23,16 +26,38 @@ class Kernels:
             raise ValueError(f"{fp8!r}: all_gather=True is for 'liger_model_parallel', only FSDP2 gathers in float8")
         self.report: PatchReport | None = None
         """Of the last model in which modules were replaced, None before the first model."""
+        self._is_left = False
 
-    def apply(self, model: Module, precision: str = "", *, holds_frozen: bool = False) -> None:
+    @contextmanager
+    def left_to_the_strategy(self) -> Iterator[None]:
+        """A context in which a precision plugin applies none: a strategy of ours does, which knows its engine."""
+        self._is_left = True
+        try:
+            yield
+        finally:
+            self._is_left = False
+
+    def apply(
+        self,
+        model: Module,
+        precision: str = "",
+        *,
+        holds_frozen: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         """Applies the kernels to a model whose parameters have their final dtypes; again, changes nothing.
 
-        ``precision`` is Lightning's, ``holds_frozen`` whether frozen weights may be held in float8 by default.
+        ``precision`` is Lightning's, ``holds_frozen`` whether frozen weights may be held in float8 by default,
+        ``device`` where the model will be.
         """
+        if self._is_left:
+            return
         recipe = self.recipe
         if recipe is not None:
             if precision in _WITHOUT_FLOAT8:
                 raise ValueError(f"fp8 needs precision 'bf16-true', 'bf16-mixed' or '32-true', got {precision!r}")
+            if device is not None:
+                check_device(recipe, device)
             if recipe.hold_frozen == "auto":
                 recipe = replace(recipe, hold_frozen=holds_frozen)
         report = apply_liger_kernels(model, self.choice, recipe)

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from lightning_liger import (
     FabricLigerDDPStrategy,
     FabricLigerFSDPStrategy,
     FabricLigerModelParallelStrategy,
+    FabricLigerPrecisionPlugin,
     FabricLigerSingleDeviceStrategy,
     Float8Recipe,
     LigerCallback,
@@ -28,6 +30,7 @@ from lightning_liger import (
     LigerSingleDeviceStrategy,
     apply_liger_kernels,
 )
+from lightning_liger.patching import float8
 from lightning_liger.patching.float8 import fp8_share
 from lightning_liger.strategies.registration import REGISTRATIONS
 from tests.lightning_liger.strategies.workers.distributed import (
@@ -154,6 +157,14 @@ def test_plans_change_no_bit(tmp_path: Path, save: Any) -> None:
     assert run_single(tmp_path, LigerSingleDeviceStrategy()) != expected
 
 
+def test_one_rank_which_gathers_nothing_trains_as_without_all_gather(tmp_path: Path) -> None:
+    losses = [
+        run_single(tmp_path, LigerModelParallelStrategy(fp8=each), accelerator="cpu", devices=1)
+        for each in (GATHERED, EVERY)
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_ways_to_ask_for_it_are_the_same(tmp_path: Path) -> None:
     expected = run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY))
     assert run_single(tmp_path, "auto", LigerCallback(fp8=EVERY)) == expected
@@ -172,19 +183,31 @@ def test_a_resumed_run_repeats_the_rest_bit_for_bit_and_checkpoints_are_the_stoc
     torch.testing.assert_close(without, expected[2:], rtol=0.02, atol=0.0)
 
 
+def holds_frozen(model: nn.Module) -> bool:
+    return any(isinstance(each, Float8Weight) for each in model.parameters() if not each.requires_grad)
+
+
 def test_engines_hold_frozen_weights_in_float8_where_they_do_not_shard_them(tmp_path: Path) -> None:
-    for strategy, is_held in ((LigerSingleDeviceStrategy, True), (LigerFSDPStrategy, False)):
+    ways = [
+        (LigerSingleDeviceStrategy(fp8=EVERY), [], True),
+        (LigerSingleDeviceStrategy(), [LigerPrecisionPlugin(fp8=EVERY)], True),
+        (LigerFSDPStrategy(fp8=EVERY), [], False),
+        (LigerFSDPStrategy(), [LigerPrecisionPlugin(fp8=EVERY)], False),
+    ]
+    for strategy, plugins, is_held in ways:
         module = Model("lora")
-        trainer = make_trainer(root=tmp_path, strategy=strategy(fp8=EVERY), accelerator="cpu", devices=1)
+        trainer = make_trainer(root=tmp_path, strategy=strategy, plugins=plugins, accelerator="cpu", devices=1)
         trainer.fit(module, DataLoader(make_batches(0, 1), batch_size=None))
-        held = [isinstance(each, Float8Weight) for each in module.model.parameters() if not each.requires_grad]
-        assert any(held) == is_held
+        assert holds_frozen(module.model) == is_held
+    strategy, plugin = FabricLigerSingleDeviceStrategy(), FabricLigerPrecisionPlugin(fp8=EVERY)
+    fabric = L.Fabric(strategy=strategy, plugins=plugin, accelerator="cpu", devices=1)
+    assert holds_frozen(fabric.setup_module(build("lora")))
     own = Float8Recipe(filter=["*"], min_tokens=1, hold_frozen=False)
     module = Model("lora")
     make_trainer(root=tmp_path, strategy=LigerSingleDeviceStrategy(fp8=own), max_steps=1).fit(
         module, DataLoader(make_batches(0, 1), batch_size=None)
     )
-    assert not any(isinstance(each, Float8Weight) for each in module.model.parameters())
+    assert not holds_frozen(module.model)
 
 
 @pytest.mark.parametrize("precision", ["16-true", "64-true"])
@@ -198,6 +221,24 @@ def test_precisions_without_float8_are_refused_before_training(precision: Any, s
         else:
             trainer = quiet_trainer(strategy=strategy(fp8=True), precision=precision, max_steps=1)
             trainer.fit(Model(), DataLoader(make_batches(0, 1), batch_size=None))
+
+
+@pytest.mark.parametrize("way", ["trainer", "callback", "fabric"])
+def test_devices_without_float8_are_refused_before_the_model_is_there(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's own device is another one until the engine moves it."""
+    device = torch.device("cpu", 0)
+    monkeypatch.setattr(float8, "unsupported", lambda each: "it is too old" if each == device else None)
+    for each in (LigerSingleDeviceStrategy, FabricLigerSingleDeviceStrategy, SingleDeviceStrategy):
+        monkeypatch.setattr(each, "root_device", device)
+    with pytest.raises(ValueError, match="fp8=fp8 rowwise is not supported on cpu:0: it is too old"):
+        if way == "fabric":
+            FabricLigerSingleDeviceStrategy(fp8=EVERY).setup_module(build())
+        elif way == "callback":
+            run_single(tmp_path, "auto", LigerCallback(fp8=EVERY))
+        else:
+            run_single(tmp_path, LigerSingleDeviceStrategy(fp8=EVERY))
 
 
 def test_mixed_precision_trains_in_float8(tmp_path: Path) -> None:
