@@ -231,11 +231,13 @@ def find_layers_of(
 
     Raises:
         ValueError: If a layer that the recipe converts has a dtype without float8 products, or a name or pattern of its
-            filter fits no linear layer.
+            filter fits no linear layer, or layers should be skipped and none are found.
     """
     names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _check_filter(recipe, names.values())
     layers = find_layers(model)
+    if any(recipe.skip_layers) and not layers:
+        raise ValueError(f"skip_layers={recipe.skip_layers}: no layers that follow each other were found in the model")
     first, last = recipe.skip_layers
     ends = (*layers[:first], *layers[max(0, len(layers) - last) :])
     skipped = {module for layer in ends for module in layer.modules()}

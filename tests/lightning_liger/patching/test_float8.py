@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +291,13 @@ def test_names_of_recipes() -> None:
     assert check_float8(None) is check_float8(False) is None
     assert check_float8(True) == check_float8("auto") == check_float8("rowwise") == Float8Recipe()
     assert check_float8("rowwise_with_gw_hp") == Float8Recipe(high_precision_wgrad=True)
+
+
+@pytest.mark.parametrize("skip_layers", [(1, 0), (0, 2)], ids=str)
+def test_layers_to_skip_that_are_not_found_are_told(skip_layers: tuple[int, int]) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=re.escape(f"skip_layers={skip_layers}: no layers")):
+        apply_liger_kernels(model, "none", Float8Recipe(filter=["*"], skip_layers=skip_layers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
