@@ -67,13 +67,17 @@ class Float8Layers:
         )
 
     def _is_ready(self, member: nn.Linear, x: Tensor) -> bool:
-        """Whether a member's mode, the number of tokens and the dtypes are those that the recipe asks for."""
+        """Whether a member's mode, the number of tokens and the dtypes are those that the recipe asks for.
+
+        Dtypes that differ outside of autocast are left to PyTorch, which refuses them in calls of any size.
+        """
+        autocast = autocast_dtype(x.device.type)
         return (
             (member.training or self.recipe.evaluate)
             and x.shape[:-1].numel() >= self.recipe.min_tokens
             and x.dtype in DTYPES
             and member.weight.dtype in DTYPES
-            and autocast_dtype(x.device.type) in (None, torch.bfloat16)
+            and (x.dtype == member.weight.dtype if autocast is None else autocast == torch.bfloat16)
         )
 
     def count(self, x: Tensor, members: Collection[nn.Linear], in_float8: bool) -> None:

@@ -121,6 +121,17 @@ def test_modes_and_small_calls_run_in_the_models_dtype() -> None:
     assert not same(train_step(evaluated, **longer), train_step(stock, **longer))
 
 
+@pytest.mark.parametrize("num_tokens", [4, 8])
+def test_mixed_dtypes_are_treated_alike_in_calls_of_any_size(num_tokens: int) -> None:
+    layer = nn.Linear(32, 32, dtype=torch.bfloat16)
+    list(convert([layer], Float8Recipe(min_tokens=8)))
+    x = torch.randn(num_tokens, 32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == layer(x.bfloat16()).dtype == torch.bfloat16
+
+
 class Projections(nn.Module):
     """Layers that may get one input, as queries, keys and values do."""
 
