@@ -98,8 +98,8 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto", fp8: F
     Raises:
         TypeError: If ``model`` is no module, or one that TorchScript compiled, or ``kernels`` is of another type.
         ValueError: For an unknown name in ``kernels``, or a name in it that fits nothing in the model; for an unknown
-            recipe, a name or pattern of its filter that fits no linear layer, and weights of a dtype or on a device
-            without float8 products.
+            recipe, a name or pattern of its filter that fits no linear layer, ``skip_layers`` of a model in which no
+            layers are found, and weights of a dtype or on a device without float8 products.
 
     The model is unchanged after an error, also after one of the device while replacements are verified, such as
     ``torch.OutOfMemoryError``.

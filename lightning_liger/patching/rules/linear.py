@@ -67,13 +67,17 @@ class Float8Layers:
         )
 
     def _is_ready(self, member: nn.Linear, x: Tensor) -> bool:
-        """Whether a member's mode, the number of tokens and the dtypes are those that the recipe asks for."""
+        """Whether a member's mode, the number of tokens and the dtypes are those that the recipe asks for.
+
+        Dtypes that differ outside of autocast are left to PyTorch, which refuses them in calls of any size.
+        """
+        autocast = autocast_dtype(x.device.type)
         return (
             (member.training or self.recipe.evaluate)
             and x.shape[:-1].numel() >= self.recipe.min_tokens
             and x.dtype in DTYPES
             and member.weight.dtype in DTYPES
-            and autocast_dtype(x.device.type) in (None, torch.bfloat16)
+            and (x.dtype == member.weight.dtype if autocast is None else autocast == torch.bfloat16)
         )
 
     def count(self, x: Tensor, members: Collection[nn.Linear], in_float8: bool) -> None:
@@ -231,11 +235,13 @@ def find_layers_of(
 
     Raises:
         ValueError: If a layer that the recipe converts has a dtype without float8 products, or a name or pattern of its
-            filter fits no linear layer.
+            filter fits no linear layer, or layers should be skipped and none are found.
     """
     names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _check_filter(recipe, names.values())
     layers = find_layers(model)
+    if any(recipe.skip_layers) and not layers:
+        raise ValueError(f"skip_layers={recipe.skip_layers}: no layers that follow each other were found in the model")
     first, last = recipe.skip_layers
     ends = (*layers[:first], *layers[max(0, len(layers) - last) :])
     skipped = {module for layer in ends for module in layer.modules()}

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,17 @@ def test_modes_and_small_calls_run_in_the_models_dtype() -> None:
     assert same(train_step(model, **longer), train_step(stock, **longer))
     apply_liger_kernels(evaluated := tiny_llama().eval(), fp8=Float8Recipe(filter=["*"], min_tokens=1, evaluate=True))
     assert not same(train_step(evaluated, **longer), train_step(stock, **longer))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 8])
+def test_mixed_dtypes_are_treated_alike_in_calls_of_any_size(num_tokens: int) -> None:
+    layer = nn.Linear(32, 32, dtype=torch.bfloat16)
+    list(convert([layer], Float8Recipe(min_tokens=8)))
+    x = torch.randn(num_tokens, 32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == layer(x.bfloat16()).dtype == torch.bfloat16
 
 
 class Projections(nn.Module):
@@ -290,6 +302,13 @@ def test_names_of_recipes() -> None:
     assert check_float8(None) is check_float8(False) is None
     assert check_float8(True) == check_float8("auto") == check_float8("rowwise") == Float8Recipe()
     assert check_float8("rowwise_with_gw_hp") == Float8Recipe(high_precision_wgrad=True)
+
+
+@pytest.mark.parametrize("skip_layers", [(1, 0), (0, 2)], ids=str)
+def test_layers_to_skip_that_are_not_found_are_told(skip_layers: tuple[int, int]) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.raises(ValueError, match=re.escape(f"skip_layers={skip_layers}: no layers")):
+        apply_liger_kernels(model, "none", Float8Recipe(filter=["*"], skip_layers=skip_layers))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
