@@ -1,7 +1,9 @@
 """Adapters of models whose frozen weights are quantized: the losses of stock transformers and peft, and checkpoints."""
 
 import math
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_liger import LigerCausalLM, LigerDPO, export_pretrained
 from lightning_liger.data import PreferenceDataModule
+from lightning_liger.training import lora
 from lightning_liger.training.lora import check_quantization, fit_to_strategy
 from tests.lightning_liger.strategies.workers.distributed import logit_counts
 from tests.lightning_liger.tiny import quiet_trainer, tiny_batch, tiny_llama
@@ -163,6 +166,18 @@ def test_preferences_of_a_quantized_model_start_at_its_own_scores(folder, tmp_pa
     trainer.fit(module, data)
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5)  # adapters start at 0
     assert losses[-1] < losses[0]
+
+
+def test_int4_of_torchao_without_its_kernels_is_an_error_with_the_package(folder, monkeypatch):
+    torchao, quantization, utils = (ModuleType(name) for name in ("torchao", "torchao.quantization", "torchao.utils"))
+    torchao.quantization, torchao.utils = quantization, utils
+    quantization.Int4WeightOnlyConfig, utils._is_mslk_available = SimpleNamespace, bool
+    for module in (torchao, quantization, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(lora, "package_available", lambda name: name != "mslk")
+    settings = {"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"}
+    with pytest.raises(ModuleNotFoundError, match=r"Int4WeightOnlyConfig.*needs mslk: pip install mslk-cuda"):
+        LigerCausalLM(folder, lora=LORA, quantization=settings)
 
 
 def test_what_cannot_be_quantized_is_told(folder, tmp_path):
