@@ -41,6 +41,7 @@ class Architecture(NamedTuple):
     hardware: backend.Hardware
     gpu: str
     has_float8: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
 
 def _nvidia(capability: int, gpu: str, *limits: int, **options: Any) -> Architecture:
@@ -48,7 +49,9 @@ def _nvidia(capability: int, gpu: str, *limits: int, **options: Any) -> Architec
 
 
 ARCHITECTURES = {
-    "sm_86": _nvidia(86, "RTX 3090", 82, 1536, 99 * KIB, 6 * KIB**2, has_float8=False),  # first: it has least
+    # First: it has least memory of those with asynchronous copies.
+    "sm_86": _nvidia(86, "RTX 3090", 82, 1536, 99 * KIB, 6 * KIB**2, has_float8=False),
+    "sm_75": _nvidia(75, "T4", 40, 1024, 64 * KIB, 4 * KIB**2, has_float8=False, dtypes=(torch.float16, torch.float32)),
     "sm_80": _nvidia(80, "A100", 108, 2048, 163 * KIB, 40 * KIB**2, has_float8=False),
     "sm_89": _nvidia(89, "RTX 4090", 128, 1536, 99 * KIB, 72 * KIB**2),
     "sm_90": _nvidia(90, "H100", 132, 2048, 227 * KIB, 50 * KIB**2),
@@ -58,7 +61,6 @@ ARCHITECTURES = {
         GPUTarget("hip", "gfx942", 64), backend.Hardware(304, 2048, 64 * KIB, 4 * KIB**2), "MI300X", has_float8=False
     ),
 }
-DTYPES = (torch.bfloat16, torch.float32)
 _CLASSES = (515, 32768, 50257, 128256)
 WIDTHS = {
     **dict.fromkeys(("cross_entropy", "token_log_probs", "divergence"), _CLASSES),
@@ -146,16 +148,16 @@ def _step(dtype: torch.dtype) -> None:
     given_classes.rows_sum(rows, ids, torch.empty(512, 7))
 
 
-def _run_all(has_float8: bool) -> None:
+def _run_all(architecture: Architecture) -> None:
     with torch.device("meta"):
-        for dtype in DTYPES:
+        for dtype in architecture.dtypes:
             for name in self_check.CASES:
                 for width in WIDTHS.get(name, (64, 4096, 5001, 16384)):
                     _run_op(name, width, dtype)
             for sizes in EXPERTS:
                 _experts(sizes, dtype)
             _step(dtype)
-        for shape in FLOAT8 if has_float8 else ():
+        for shape in FLOAT8 if architecture.has_float8 else ():
             _float8(*shape)
 
 
@@ -195,7 +197,7 @@ def _variants(architecture: Architecture) -> dict[backend.Kernel, list[Variant]]
         mock.patch.object(backend, "hardware", return_value=architecture.hardware),
         mock.patch.object(chunked_loss.KeptTokens, "count", _count),
     ):
-        _run_all(architecture.has_float8)
+        _run_all(architecture)
     return {kernel: list(variants.values()) for kernel, variants in found.items()}
 
 

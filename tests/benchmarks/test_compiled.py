@@ -11,7 +11,7 @@ import pytest
 import triton
 
 ROOT = Path(__file__).parents[2]
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 @pytest.mark.timeout(1200)
