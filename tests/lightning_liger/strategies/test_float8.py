@@ -223,6 +223,12 @@ def test_precisions_without_float8_are_refused_before_training(precision: Any, s
             trainer.fit(Model(), DataLoader(make_batches(0, 1), batch_size=None))
 
 
+def test_plugin_that_would_replace_it_is_refused() -> None:
+    trainer = quiet_trainer(strategy="liger_fp8", plugins=[LigerPrecisionPlugin("bf16-true")], max_steps=1)
+    with pytest.raises(ValueError, match=r"fp8=.* of LigerSingleDeviceStrategy .* LigerPrecisionPlugin without fp8"):
+        trainer.fit(Model(), DataLoader(make_batches(0, 1), batch_size=None))
+
+
 @pytest.mark.parametrize("way", ["trainer", "callback", "fabric"])
 def test_devices_without_float8_are_refused_before_the_model_is_there(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
