@@ -100,9 +100,10 @@ class CommonStrategy:
         """``model`` as the engine gets it: with kernels, and layers in their modes."""
         strategy: Any = self
         if self._kernels.recipe is not None and self._patching.recipe is None:
+            plugin = type(self._plugin).__name__
             raise ValueError(
-                f"fp8={self._kernels.recipe} of {type(self).__name__} has no effect with a {type(self._plugin).__name__}"
-                " without fp8, whose settings replace the strategy's: give it fp8, or use precision= in its place"
+                f"fp8={self._kernels.recipe} of {type(self).__name__} has no effect with a {plugin} without fp8, whose"
+                " settings replace the strategy's: give it fp8, or use precision= in its place"
             )
         with self._final_parameters(model):
             self._patching.apply(
