@@ -138,7 +138,7 @@ class Row:
         chosen_plan: The plan as the strategy words it.
         loss: Of the last step, mean over processes.
         losses: Of each step, warm-up included.
-        gradient_norms: Of each step before clipping, if the job pretrains.
+        gradient_norms: Of each step before clipping, if a held-out loss is measured.
         held_out_loss: Of text that is not trained on, after the last step.
         seconds: From the start of the job to the end of this shape.
     """

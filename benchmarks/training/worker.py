@@ -330,7 +330,7 @@ class Meter(L.Callback):
             self._marks.append(self._now())
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if self.job.pretrains:
+        if self.job.held_out_rows:  # not where steps are timed
             gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
             self._norms.append(nn.utils.get_total_norm(gradients))
 

@@ -36,7 +36,7 @@ from lightning_liger.strategies.parts.gradient_norm import clip_gradient_norm
 from lightning_liger.strategies.parts.head_units import check_head_units, detach_frozen_heads, tied_pairs
 from lightning_liger.strategies.parts.packed import check_flattened
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
-from lightning_liger.strategies.precision import control_gradients, keep_buffer_dtypes
+from lightning_liger.strategies.precision import control_gradients, has_buffer_dtypes
 from lightning_liger.strategies.trainer import TrainerStrategy
 from lightning_liger.weights.meta_device import Initializer, has_meta_tensors
 
@@ -170,8 +170,9 @@ class _Shards(CommonStrategy):
         detach_frozen_heads(model)
         wanted, mixed_precision = self.sharding_strategy, self.mixed_precision_config
         if self.mixed_precision is None and mixed_precision is not None:
-            mixed_precision = keep_buffer_dtypes(mixed_precision, precision.precision, model)
             mixed_precision.cast_root_forward_inputs = not getattr(model, "keeps_float_inputs", False)
+            if has_buffer_dtypes(precision.precision, model):
+                mixed_precision.buffer_dtype = None
         check_flattened(model, mixed_precision)
         root = FullyShardedDataParallel(
             model,

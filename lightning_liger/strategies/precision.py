@@ -109,13 +109,12 @@ class BackwardInContext(Precision):
             super().backward(*args, **kwargs)
 
 
-def keep_buffer_dtypes(config: MixedPrecision, precision: str, module: Module) -> MixedPrecision:
-    """Lightning's ``config`` of FSDP, without a dtype for buffers where they have theirs already.
+def has_buffer_dtypes(precision: str, module: Module) -> bool:
+    """Whether buffers have their dtypes already, and FSDP must not cast them.
 
     They do in true half precision, and in Hugging Face models, which other engines give frequencies in float32 too.
     """
-    is_cast = precision in ("16-true", "bf16-true") or any(True for _ in outermost_models(module))
-    return replace(config, buffer_dtype=None) if is_cast else config
+    return precision in ("16-true", "bf16-true") or any(True for _ in outermost_models(module))
 
 
 class AppliesKernels(FabricPrecision):
@@ -135,7 +134,7 @@ class AppliesKernels(FabricPrecision):
         self.kernels = kernels
         self.fp8 = fp8
         self.patching = Kernels(kernels, fp8)
-        self._converted = Module()
+        self._has_buffer_dtypes = has_buffer_dtypes(precision, Module())
 
     @property
     def patch_report(self) -> PatchReport | None:
@@ -145,13 +144,13 @@ class AppliesKernels(FabricPrecision):
     @property
     def mixed_precision_config(self) -> MixedPrecision:
         config: MixedPrecision = super().mixed_precision_config  # type: ignore[misc]  # of FSDP's
-        return keep_buffer_dtypes(config, self.precision, self._converted)
+        return replace(config, buffer_dtype=None) if self._has_buffer_dtypes else config
 
     def convert_module(self, module: Module) -> Module:
         """Casts the module as the precision says, but not all buffers of Hugging Face models; applies the kernels."""
         with buffers_as_pretrained(module):
             module = super().convert_module(module)
-        self._converted = module
+        self._has_buffer_dtypes = has_buffer_dtypes(self.precision, module)
         self.patching.apply(module, self.precision)
         return module
 
