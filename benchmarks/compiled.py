@@ -28,7 +28,7 @@ with mock.patch("torch.library.register_fake"):  # without fakes, ops on meta te
     from liger_ops import backend, self_check
     from liger_ops.fp8 import gated_mlp, linear
     from liger_ops.loss import chunked_loss, given_classes, scale_gradient
-    from liger_ops.optim import adamw
+    from liger_ops.optim import adamw, gradients
     from liger_ops.optim.moments import BLOCK
 
 KIB = 1024
@@ -127,7 +127,7 @@ def _float8(num_tokens: int, hidden_size: int, width: int) -> None:
 
 
 def _step(dtype: torch.dtype) -> None:
-    """What no op with a case launches: AdamW's update, temperatures, the scaling of a gradient, given classes."""
+    """What no op with a case launches: steps of optimizers, temperatures, the scaling of a gradient, given classes."""
     tensors = tuple(torch.empty(2**20, dtype=dtype) for _ in range(4))
     for options in ({}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}, {"state_dtype": "8bit"}):
         group = adamw._options_of(adamw.AdamW([torch.nn.Parameter(torch.empty(1))], **options).param_groups[0])
@@ -137,6 +137,8 @@ def _step(dtype: torch.dtype) -> None:
         scales = tuple(torch.empty(2**20 // BLOCK) for _ in range(2)) if is_8bit else None
         step = torch.empty(())
         adamw._Update(*tensors[:2], (*tensors[:2], *moments), step, group, scales)._launch()
+    gradients._launch(gradients._square_sums_kernel, tensors)
+    gradients._launch(gradients._multiply_kernel, tensors, torch.empty(()))
     for width, softcap in ((515, None), (32768, 30.0)):
         logits, temperature = torch.empty(512, width, dtype=dtype).requires_grad_(), torch.empty(512)
         labels, options = torch.empty(512, dtype=torch.int64), {"temperature": temperature, "softcap": softcap}

@@ -20,15 +20,16 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from liger_ops.arguments import check_bool, check_integer, check_path
+from liger_ops.optim.gradients import total_norm
 from lightning_liger.hardware import find_gpu, measure_matmul_flops
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor.batches import COUNTED, LENGTH_EDGES, BatchCounter, Part, contents_of
 from lightning_liger.monitor.clock import FetchTimer, Spans, TrainingClock, peak_memory, readable_bytes
 from lightning_liger.monitor.experts import ExpertLoads, find_experts
 from lightning_liger.monitor.flops import ModelFlops, counted_part, float8_flops, model_flops
-from lightning_liger.monitor.gradients import gradient_norm, joined_norm
 from lightning_liger.monitor.page import page, short, table
 from lightning_liger.patching.float8 import converted_layers, share_of
+from lightning_liger.strategies.parts.gradient_norm import gradient_norm
 
 _MIN_POINTS = 20
 """Of the plots, where the training run is long enough: steps between two are fewer than asked for otherwise."""
@@ -256,7 +257,7 @@ class LigerMonitor(L.Callback):
             return None
         if self._norms:
             norms, self._norms = list(self._norms.values()), {}
-            return joined_norm(norms, trainer.strategy.root_device)
+            return total_norm(norms, trainer.strategy.root_device)
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
         return trainer.callback_metrics.get("grad_norm") if engine is None else engine.get_global_grad_norm()
 

@@ -21,6 +21,7 @@ from lightning_liger.patching.rules.gated_mlp import MLPReplacement
 from lightning_liger.patching.rules.head import LOSS_WANTED, HeadRule
 from lightning_liger.patching.rules.linear import convert, find_layers_of
 from lightning_liger.patching.verify import Mismatch, trial
+from lightning_liger.sequences.empty_cache import give_empty_cache
 
 KERNELS: tuple[str, ...] = tuple(dict.fromkeys(kernel for rule in (*RULES, HeadRule()) for kernel in rule.kernels))
 """The names that ``kernels=`` takes."""
@@ -123,7 +124,7 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto", fp8: F
                 report._undo.extend(convert(members, recipe))
         if any(entry.kernel == _HEAD and entry.replacement is not None for entry in report.entries):
             for owner, _ in _heads(model):
-                report._undo.extend(_watch_labels(owner))
+                report._undo.extend([*_watch_labels(owner), *give_empty_cache(owner)])
     except BaseException:
         report.undo()
         raise

@@ -86,7 +86,7 @@ class GradientClipping(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.main_params(optimizer))
-        norm = clip_gradient_norm(self._model if self._is_sharded else None, parameters, clip_val)
+        norm = clip_gradient_norm(self._model if self._is_sharded else Module(), parameters, clip_val)
         module = self._model if isinstance(self._model, L.LightningModule) else self._model.module
         assert isinstance(module, L.LightningModule)
         module.log("grad_norm", norm, on_step=True, on_epoch=False)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
 from transformers.utils import TransformersKwargs
 
 from liger_ops.arguments import did_you_mean, shown
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.sequences.context_parallel import CACHE
+from lightning_liger.sequences.empty_cache import EmptyCache, make_empty_cache, uses_cache
 
 # Not among the named arguments of all models that take them, but read by attention and by layers of Mamba.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -44,18 +44,6 @@ class _NoCrossEntropy:
         if loss is not self.value or loss.requires_grad:
             return True
         return bool(loss != 0) if self._is_traced else loss._version > 0
-
-
-class _NoCache(DynamicCache):
-    """A cache of keys and values that stays empty.
-
-    Without any cache, models of transformers look for documents in positions, and the host waits for the device.
-    """
-
-    keeps_nothing = True  # so that layers with it may be captured in CUDA graphs
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
 
 
 class LanguageModel:
@@ -86,32 +74,18 @@ class LanguageModel:
         if self.pretrained is not None and config.get_text_config() is config:  # else ids may stand for images
             embeddings = self.pretrained.get_input_embeddings()
         self.num_embeddings = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
-        self._no_cache = self._make_no_cache()
-
-    def _make_no_cache(self) -> _NoCache | None:
-        """None unless the model is known to use its cache for nothing but earlier keys and values."""
-        if self.pretrained is None or not (self.reads_tokens and self.returns_tokens):
-            return None
-        takes_it = CACHE in self.known_keys and "encoder_hidden_states" not in self.known_keys
-        config: Any = self.pretrained.config.get_text_config(decoder=True)
-        is_known = type(self.pretrained).__module__.startswith("transformers.") and hasattr(config, "num_hidden_layers")
-        # With activation checkpointing of its own, transformers warns of caches.
-        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.pretrained.modules())
-        if not takes_it or not is_known or recomputes:
-            return None
-        cache = _NoCache(config=config)
-        is_plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-        return cache if is_plain else None
+        self._empty_cache: EmptyCache | None = None
+        if self.pretrained is not None and self.returns_tokens and CACHE in self.known_keys:
+            self._empty_cache = make_empty_cache(self.pretrained)
 
     def leave_out_cache(self, inputs: dict[str, Any]) -> None:
         """Makes the call with ``inputs`` keep no keys and values until backward, unless they ask for it."""
-        config: Any = getattr(self.pretrained, "config", None)
-        may_make_one = config is not None and (not self.known_keys or "use_cache" in self.known_keys)
-        if may_make_one and any(getattr(each, "use_cache", None) for each in (config, config.get_text_config())):
+        takes_it = not self.known_keys or "use_cache" in self.known_keys
+        if self.pretrained is not None and takes_it and uses_cache(self.pretrained):
             inputs.setdefault("use_cache", False)
-        # Rows of one document each: nothing says anything about positions.
-        if self._no_cache is not None and not inputs.get("use_cache") and inputs.keys() <= {"input_ids", "use_cache"}:
-            inputs[CACHE] = self._no_cache
+        says_nothing = not inputs.get("use_cache") and inputs.keys() <= {"input_ids", "use_cache"}
+        if self._empty_cache is not None and says_nothing:
+            inputs[CACHE] = self._empty_cache
 
     def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:
         """Calls the model with all that it takes besides labels, and labels ``[batch_size, seq_len]``.

@@ -1,76 +1,100 @@
-"""Clipping by the norm of gradients that are whole on each rank or sharded over ranks."""
+"""The norm of the gradients of all ranks, whichever way they are sharded, and clipping by it."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from liger_ops.optim.gradients import multiply_, total_norm
+
 
 @torch.no_grad()
-def clip_gradient_norm(
-    model: Module | None, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-) -> Tensor:
+def gradient_norm(model: Module, parameters: Iterable[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
+    """The p-norm of the gradients of ``parameters`` over all ranks, which must all call this.
+
+    Gradients are whole on each rank, or sharded by FSDP in ``model`` or as DTensors; missing ones count 0. The result
+    is a scalar on ``device``, which is not waited for: in float32, or in float64 if a parameter is.
+    """
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which shards are spread
+    units = _sharded(model)
+    dtype = torch.float32
+    for parameter in parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())  # the same on all ranks, whoever has no gradient
+        gradient = parameter.grad
+        key: tuple[Any, ...] = (units[parameter],) if parameter in units else ()
+        if isinstance(gradient, DTensor):
+            if any(placement.is_partial() for placement in gradient.placements):
+                gradient, key = gradient.full_tensor(), ()
+            else:
+                mesh, spread = gradient.device_mesh, [not each.is_replicate() for each in gradient.placements]
+                key = tuple(mesh.get_group(dim) for dim, is_spread in enumerate(spread) if is_spread)
+                gradient = gradient.to_local()
+        # A rank without a part of any gradient takes part in the sum all the same.
+        groups.setdefault(key, []).extend([] if gradient is None else [gradient])
+    norms = []
+    for key, gradients in groups.items():
+        norms.append(total_norm(gradients, device, norm_type).to(dtype))
+        for group in key:
+            if math.isinf(norm_type):
+                dist.all_reduce(norms[-1], dist.ReduceOp.MAX, group=group)
+            else:
+                power = norms[-1] ** norm_type
+                dist.all_reduce(power, group=group)
+                norms[-1] = power ** (1 / norm_type)
+    return total_norm(norms, device, norm_type).to(dtype)
+
+
+@torch.no_grad()
+def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scales the gradients of ``parameters`` so that their p-norm over all ranks is at most ``max_norm``.
 
-    Gradients of other parameters neither count nor change. ``model`` holds FSDP roots; without it parameters are the
-    same on every rank, or ``DTensor`` on any device meshes.
+    Gradients of other parameters neither count nor change. ``model`` holds the FSDP units, if there are any.
 
     Returns:
-        The norm before clipping, a plain tensor, the same on every rank; 0 without any gradient. Under FSDP it has the
-        dtype of the gradients.
+        The norm before clipping, as :func:`gradient_norm`.
     """
     parameters = list(parameters)
-    if model is None or dist.get_world_size() == 1:
-        return _clip_whole_norm(parameters, max_norm, norm_type)
     roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
-    units: set[Tensor] = {parameter for root in roots for parameter in root.parameters()}
-    outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in units]
-    if outside:  # their gradients differ between ranks, and so would the norm
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        first = names.get(outside[0], "one of another model")
-        raise ValueError(
-            f"clipping by norm needs every trained parameter in an FSDP unit of {type(model).__name__}, but"
-            f" {len(outside)} of {len(parameters)} are in none, such as {first!r} of shape {tuple(outside[0].shape)}:"
-            " ranks do not average their gradients. Wrap or freeze them."
-        )
-    with _without_gradients(units.difference(parameters)):
-        if len(roots) == 1:
-            return roots[0].clip_grad_norm_(max_norm, norm_type)
-        norms = [root.clip_grad_norm_(math.inf, norm_type).float() for root in roots]
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if roots and dist.get_world_size() > 1:
+        units: set[Tensor] = {parameter for root in roots for parameter in root.parameters()}
+        outside = [parameter for parameter in parameters if parameter.requires_grad and parameter not in units]
+        if outside:  # their gradients differ between ranks, and so would the norm
+            names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+            first = names.get(outside[0], "one of another model")
+            raise ValueError(
+                f"clipping by norm needs every trained parameter in an FSDP unit of {type(model).__name__}, but"
+                f" {len(outside)} of {len(parameters)} are in none, such as {first!r} of shape"
+                f" {tuple(outside[0].shape)}: ranks do not average their gradients. Wrap or freeze them."
+            )
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(model, parameters, _device_of(roots, gradients), norm_type)
+    if not math.isinf(max_norm):
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        multiply_([each.to_local() if isinstance(each, DTensor) else each for each in gradients], factor)
     return norm
 
 
-def _clip_whole_norm(parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    on_meshes: dict[object, list[Tensor]] = {}  # PyTorch computes no norm over several meshes at once
-    for parameter in parameters:
-        if parameter.grad is not None:
-            on_meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [
-        torch.nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
-        for group in on_meshes.values()
-    ]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
-    for group in on_meshes.values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
-    return norm
+def _device_of(roots: list[FullyShardedDataParallel], gradients: list[Tensor]) -> torch.device:
+    """Where ranks add up their parts, which may lie in host memory."""
+    if roots and (device := roots[0].compute_device) is not None:
+        return device
+    for each in gradients:
+        if isinstance(each, DTensor) and each.device_mesh.device_type != each.device.type:
+            kind = each.device_mesh.device_type
+            return torch.device(kind, torch.get_device_module(kind).current_device())
+    return gradients[0].device if gradients else torch.device("cpu")
 
 
-@contextmanager
-def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+def _sharded(model: Module) -> dict[Tensor, Any]:
+    """The process group over which FSDP shards each parameter, for those that it shards."""
+    found: dict[Tensor, Any] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(model):  # outer units first
+        group = None if unit.sharding_strategy == ShardingStrategy.NO_SHARD else unit.process_group
+        found |= dict.fromkeys(unit.parameters(), group)
+    return {parameter: group for parameter, group in found.items() if group is not None}

@@ -21,7 +21,7 @@ from lightning_liger.hardware import GPUS
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor import callback as callback_module
 from lightning_liger.monitor import clock as clock_module
-from lightning_liger.monitor.gradients import gradient_norm
+from lightning_liger.strategies.parts.gradient_norm import gradient_norm
 from tests.lightning_liger.strategies.workers.distributed import LM, make_batches, make_loader, make_trainer
 from tests.lightning_liger.tiny import tiny_llama
 
@@ -378,7 +378,7 @@ def test_norms_are_those_of_gradients_of_any_kind():
         parameter.grad = gradient
     expected = sum(each.to_dense().abs().square().sum().double() for each in gradients if each is not None).sqrt()
     found = gradient_norm(torch.nn.Module(), parameters, torch.device("cpu"))
-    assert (found.dtype, found.item()) == (torch.float32, pytest.approx(expected.item()))
+    assert (found.dtype, found.item()) == (torch.float64, pytest.approx(expected.item()))
 
 
 def test_a_fast_run_leaves_no_page_and_norms_can_be_left_out(tmp_path, clock):

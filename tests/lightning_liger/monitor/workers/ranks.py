@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerDDPStrategy, LigerModelParallelStrategy, LigerMonitor, LigerStrategy
-from lightning_liger.monitor.gradients import gradient_norm
+from lightning_liger.strategies.parts.gradient_norm import gradient_norm
 from tests.lightning_liger.strategies.workers.distributed import LM, make_trainer
 from tests.lightning_liger.tiny import tiny_llama, tiny_model
 

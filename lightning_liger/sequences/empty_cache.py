@@ -1,0 +1,85 @@
+"""A cache of keys and values that stays empty.
+
+Without any cache, models of transformers look for documents in positions, and the host waits for the device in each
+step. With one they take rows for what they are where nothing says anything about positions: of one document each.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import ModelOutput
+
+from lightning_liger.sequences.context_parallel import CACHE
+
+_OTHERS = {"input_ids", "labels", "num_items_in_batch", "output_router_logits", "use_cache"}
+"""Arguments that say nothing about positions."""
+
+
+class EmptyCache(DynamicCache):
+    """Gives keys and values back as they come."""
+
+    keeps_nothing = True  # so that layers with it may be captured in CUDA graphs
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+def make_empty_cache(model: PreTrainedModel) -> EmptyCache | None:
+    """None unless the model is known to use its cache for nothing but earlier keys and values."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    names = {name for part in parts for name in inspect.signature(part.forward).parameters}
+    takes_it = CACHE in inspect.signature(model.forward).parameters and "encoder_hidden_states" not in names
+    reads_tokens = model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False)
+    config: Any = model.config.get_text_config(decoder=True)
+    is_known = type(model).__module__.startswith("transformers.") and hasattr(config, "num_hidden_layers")
+    # With activation checkpointing of its own, transformers warns of caches.
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if not (takes_it and reads_tokens and is_known) or recomputes:
+        return None
+    cache = EmptyCache(config=config)
+    is_plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return cache if is_plain else None
+
+
+def uses_cache(model: PreTrainedModel) -> bool:
+    """Whether a model makes a cache unless a call says otherwise."""
+    configs: Any = model.config, model.config.get_text_config()
+    return any(getattr(each, "use_cache", None) for each in configs)
+
+
+def give_empty_cache(model: nn.Module) -> list[Callable[[], None]]:
+    """Has calls that neither want a cache nor say anything about positions use one; returns what undoes it."""
+    pretrained = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    cache = None if pretrained is None or _is_given_one(pretrained) else make_empty_cache(pretrained)
+    if pretrained is None or cache is None:
+        return []
+    return [
+        pretrained.register_forward_pre_hook(partial(_before_forward, cache), with_kwargs=True).remove,
+        pretrained.register_forward_hook(partial(_after_forward, cache)).remove,
+    ]
+
+
+def _is_given_one(model: nn.Module) -> bool:
+    return any(getattr(hook, "func", None) is _before_forward for hook in model._forward_pre_hooks.values())
+
+
+def _before_forward(cache: EmptyCache, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling() or len(args) > 1 or CACHE in kwargs:
+        return None
+    given = {name for name, value in kwargs.items() if value is not None}
+    wants_cache = kwargs.get("use_cache")
+    if not given <= _OTHERS or (uses_cache(model) if wants_cache is None else wants_cache):
+        return None
+    return (args, kwargs | {CACHE: cache}) if model.config.return_dict else None
+
+
+def _after_forward(cache: EmptyCache, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+    if not isinstance(output, ModelOutput) or output.get(CACHE) is not cache:
+        return None
+    return type(output)(**{name: value for name, value in output.items() if name != CACHE})  # as without one
