@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from liger_ops.arguments import check_bool, check_integer, check_path
-from liger_ops.optim.gradients import total_norm
+from liger_ops.optim.gradients import joined_norm
 from lightning_liger.hardware import find_gpu, measure_matmul_flops
 from lightning_liger.host_copy import HostCopy
 from lightning_liger.monitor.batches import COUNTED, LENGTH_EDGES, BatchCounter, Part, contents_of
@@ -257,7 +257,7 @@ class LigerMonitor(L.Callback):
             return None
         if self._norms:
             norms, self._norms = list(self._norms.values()), {}
-            return total_norm(norms, trainer.strategy.root_device)
+            return joined_norm(norms)
         engine = getattr(trainer.strategy, "deepspeed_engine", None)
         return trainer.callback_metrics.get("grad_norm") if engine is None else engine.get_global_grad_norm()
 

@@ -5,7 +5,9 @@ norms are float32, and a factor of 1, which only the device knows, is skipped th
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 import triton
@@ -91,73 +93,85 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
     return tuple(each.to(device) for each in found)
 
 
-def _launch(kernel: backend.Kernel, tensors: Sequence[Tensor], factor: Tensor | None = None) -> Tensor:
-    """Launches a kernel on tensors of one dtype and device; returns the sums, or the factor."""
-    first = tensors[0]
-    sizes, owners, firsts = _chunks(tuple([each.numel() for each in tensors]), first.device)
-    # From pinned memory the host does not wait for the copy.
-    addresses = [each.data_ptr() for each in tensors]
-    on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=first.is_cuda)
-    written = first.new_empty(len(owners), dtype=torch.float32) if factor is None else factor
-    kernel.launch(
-        len(owners),
-        num_warps=_NUM_WARPS,
-        **{"sums_ptr" if factor is None else "factor_ptr": written},
-        addresses_ptr=on_host.to(first.device, non_blocking=True),
-        sizes_ptr=sizes,
-        owners_ptr=owners,
-        firsts_ptr=firsts,
-        DTYPE=_POINTED[first.dtype],
-        CHUNK=_CHUNK,
-        BLOCK_SIZE=_BLOCK_SIZE,
-    )
-    return written
+class Batch:
+    """Dense or sparse tensors, of which kernels take those that are contiguous, aligned and on a GPU."""
 
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._alike: dict[Any, list[Tensor]] = {}
+        self._others: list[Tensor] = []
+        self._tables: dict[Any, tuple[Tensor, ...]] = {}
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # with its copies
+        runs_now = not is_captured and not backend.is_traced()
+        launches: dict[Any, bool] = {}
+        for each in tensors:
+            is_plain = type(each) is Tensor and each.layout is torch.strided and each.is_contiguous()
+            kind = each.dtype, each.get_device()
+            if kind not in launches:
+                launches[kind] = runs_now and each.dtype in _POINTED and not each.is_meta and backend.use_triton(each)
+            if is_plain and launches[kind] and not each.data_ptr() & 15:
+                if each.numel():
+                    self._alike.setdefault(kind, []).append(each)
+            else:
+                self._others.append(each)
 
-def _split(tensors: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Tensors that kernels take, by their dtype and device, and the others; empty ones are in neither."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    others: list[Tensor] = []
-    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # with its copies
-    for tensor in tensors:
-        is_plain = tensor.dtype in _POINTED and tensor.layout is torch.strided and tensor.is_contiguous()
-        is_ready = is_plain and not is_captured and backend.runs_directly(tensor) and backend.use_triton(tensor)
-        if is_ready and tensor.data_ptr() % 16 == 0:
-            if tensor.numel():
-                alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    def _launch(self, kernel: backend.Kernel, kind: Any, factor: Tensor | None = None) -> Tensor:
+        """Launches a kernel on tensors of one dtype and device; returns the sums, or the factor."""
+        tensors = self._alike[kind]
+        first = tensors[0]
+        if kind not in self._tables:
+            # From pinned memory the host does not wait for the copy.
+            addresses, pin = [each.data_ptr() for each in tensors], first.is_cuda
+            on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=pin)
+            sizes = tuple([each.numel() for each in tensors])
+            self._tables[kind] = on_host.to(first.device, non_blocking=True), *_chunks(sizes, first.device)
+        addresses_table, sizes_table, owners, firsts = self._tables[kind]
+        written = first.new_empty(len(owners), dtype=torch.float32) if factor is None else factor
+        kernel.launch(
+            len(owners),
+            num_warps=_NUM_WARPS,
+            **{"sums_ptr" if factor is None else "factor_ptr": written},
+            addresses_ptr=addresses_table,
+            sizes_ptr=sizes_table,
+            owners_ptr=owners,
+            firsts_ptr=firsts,
+            DTYPE=_POINTED[first.dtype],
+            CHUNK=_CHUNK,
+            BLOCK_SIZE=_BLOCK_SIZE,
+        )
+        return written
+
+    @torch.no_grad()
+    def norm(self, device: torch.device, norm_type: float = 2.0) -> Tensor:
+        """The p-norm of all numbers, on ``device``, which is not waited for; 0 of none.
+
+        A scalar in float32, or in float64 if a tensor is. Kernels compute 2-norms.
+        """
+        norms, others = [], self._others
+        if norm_type == 2.0:
+            norms = [self._launch(_square_sums_kernel, kind).sum().sqrt() for kind in self._alike]
         else:
-            others.append(tensor)
-    return list(alike.values()), others
+            others = [*others, *chain.from_iterable(self._alike.values())]
+        for tensor in others:
+            values = tensor.coalesce().values() if tensor.is_sparse else tensor
+            values = values.abs() if values.is_complex() else values
+            if values.numel():  # none has no largest number
+                dtype = torch.promote_types(values.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(values, norm_type, dtype=dtype))
+        return joined_norm([norm.to(device) for norm in norms], norm_type) if norms else torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiplies in place by a scalar of at least float32, in which kernels multiply and round once."""
+        for kind, tensors in self._alike.items():
+            self._launch(_multiply_kernel, kind, factor.to(tensors[0].device, torch.float32))
+            increment_version(tensors)
+        for tensor in self._others:
+            tensor.mul_(factor.to(tensor.device))
 
 
-@torch.no_grad()
-def total_norm(tensors: Sequence[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all numbers of dense or sparse tensors, on ``device``, which is not waited for; 0 of none.
-
-    A scalar in float32, or in float64 if a tensor is. Kernels compute 2-norms.
-    """
-    alike, others = _split(tensors) if norm_type == 2.0 else ([], list(tensors))
-    norms = [_launch(_square_sums_kernel, each).sum().sqrt() for each in alike]
-    for tensor in others:
-        values = tensor.coalesce().values() if tensor.is_sparse else tensor
-        values = values.abs() if values.is_complex() else values
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        if values.numel():  # none has no largest number
-            norms.append(torch.linalg.vector_norm(values, norm_type, dtype=dtype))
-    if not norms:
-        return torch.zeros((), device=device)
-    found = [norm.to(device) for norm in norms]
-    if len({norm.dtype for norm in found}) > 1:
-        found = [norm.double() for norm in found]
-    return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
-
-
-@torch.no_grad()
-def multiply_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies tensors in place by a scalar of at least float32, in which kernels multiply and round once."""
-    alike, others = _split(tensors)
-    for each in alike:
-        _launch(_multiply_kernel, each, factor.to(each[0].device, torch.float32))
-        increment_version(each)
-    for tensor in others:
-        tensor.mul_(factor.to(tensor.device))
+def joined_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm of all numbers of parts with these norms, on one device; at least one."""
+    if len(norms) == 1:
+        return norms[0]
+    wide = [norm.double() for norm in norms] if len({norm.dtype for norm in norms}) > 1 else norms
+    return torch.linalg.vector_norm(torch.stack(list(wide)), norm_type)

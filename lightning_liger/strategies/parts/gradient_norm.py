@@ -1,17 +1,17 @@
 """The norm of the gradients of all ranks, whichever way they are sharded, and clipping by it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Module
 
-from liger_ops.optim.gradients import multiply_, total_norm
+from liger_ops.optim.gradients import Batch, joined_norm
 
 
 @torch.no_grad()
@@ -21,25 +21,36 @@ def gradient_norm(model: Module, parameters: Iterable[Tensor], device: torch.dev
     Gradients are whole on each rank, or sharded by FSDP in ``model`` or as DTensors; missing ones count 0. The result
     is a scalar on ``device``, which is not waited for: in float32, or in float64 if a parameter is.
     """
-    groups: dict[tuple[Any, ...], list[Tensor]] = {}  # by the process groups over which shards are spread
+    parameters = list(parameters)
+    return _norm_over_ranks(_parts(model, parameters), parameters, device, norm_type)
+
+
+def _parts(model: Module, parameters: Sequence[Tensor]) -> dict[tuple[Any, ...], Batch]:
+    """This rank's parts of the gradients, by the process groups over which they are spread."""
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
     units = _sharded(model)
-    dtype = torch.float32
     for parameter in parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype.to_real())  # the same on all ranks, whoever has no gradient
         gradient = parameter.grad
         key: tuple[Any, ...] = (units[parameter],) if parameter in units else ()
         if isinstance(gradient, DTensor):
-            if any(placement.is_partial() for placement in gradient.placements):
-                gradient, key = gradient.full_tensor(), ()
-            else:
-                mesh, spread = gradient.device_mesh, [not each.is_replicate() for each in gradient.placements]
-                key = tuple(mesh.get_group(dim) for dim, is_spread in enumerate(spread) if is_spread)
-                gradient = gradient.to_local()
+            gradient = _summed(gradient)
+            mesh, spread = gradient.device_mesh, [not each.is_replicate() for each in gradient.placements]
+            key = tuple(mesh.get_group(dim) for dim, is_spread in enumerate(spread) if is_spread)
+            gradient = gradient.to_local()
         # A rank without a part of any gradient takes part in the sum all the same.
         groups.setdefault(key, []).extend([] if gradient is None else [gradient])
+    return {key: Batch(gradients) for key, gradients in groups.items()}
+
+
+def _norm_over_ranks(
+    parts: Mapping[tuple[Any, ...], Batch], parameters: Sequence[Tensor], device: torch.device, norm_type: float
+) -> Tensor:
+    dtype = torch.float32
+    for each in {parameter.dtype for parameter in parameters}:  # the same on all ranks, whoever has no gradient
+        dtype = torch.promote_types(dtype, each.to_real())
     norms = []
-    for key, gradients in groups.items():
-        norms.append(total_norm(gradients, device, norm_type).to(dtype))
+    for key, batch in parts.items():
+        norms.append(batch.norm(device, norm_type).to(dtype))
         for group in key:
             if math.isinf(norm_type):
                 dist.all_reduce(norms[-1], dist.ReduceOp.MAX, group=group)
@@ -47,7 +58,7 @@ def gradient_norm(model: Module, parameters: Iterable[Tensor], device: torch.dev
                 power = norms[-1] ** norm_type
                 dist.all_reduce(power, group=group)
                 norms[-1] = power ** (1 / norm_type)
-    return total_norm(norms, device, norm_type).to(dtype)
+    return joined_norm(norms, norm_type) if norms else torch.zeros((), device=device)
 
 
 @torch.no_grad()
@@ -72,12 +83,23 @@ def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: fl
                 f" {len(outside)} of {len(parameters)} are in none, such as {first!r} of shape"
                 f" {tuple(outside[0].shape)}: ranks do not average their gradients. Wrap or freeze them."
             )
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad = _summed(parameter.grad)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm(model, parameters, _device_of(roots, gradients), norm_type)
+    parts = _parts(model, parameters)
+    norm = _norm_over_ranks(parts, parameters, _device_of(roots, gradients), norm_type)
     if not math.isinf(max_norm):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        multiply_([each.to_local() if isinstance(each, DTensor) else each for each in gradients], factor)
+        for batch in parts.values():
+            batch.multiply_(factor)
     return norm
+
+
+def _summed(gradient: DTensor) -> DTensor:
+    """The same gradient, without parts that are still to be added up over ranks."""
+    placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+    return gradient.redistribute(placements=placements) if placements != list(gradient.placements) else gradient
 
 
 def _device_of(roots: list[FullyShardedDataParallel], gradients: list[Tensor]) -> torch.device:

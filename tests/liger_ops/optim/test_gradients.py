@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_ops.optim import gradients
-from liger_ops.optim.gradients import multiply_, total_norm
+from liger_ops.optim.gradients import Batch
 from tests.liger_ops.accuracy import few
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -47,12 +46,15 @@ def truth(tensors: list[Tensor]) -> float:
 def test_norm_and_product_are_those_of_float64(kinds: Any, factor: float, seed: int, device: torch.device) -> None:
     torch.manual_seed(seed)
     tensors = [make(*kind, device) for kind in kinds]
-    norm = total_norm(tensors, device)
+    batch = Batch(tensors)
+    norm = batch.norm(device)
     assert norm.shape == ()
-    assert norm.dtype == (torch.float64 if any(each.dtype == torch.float64 for each in tensors) else torch.float32)
+    assert norm.dtype == (
+        torch.float64 if any(each.dtype == torch.float64 for each in tensors if each.numel()) else torch.float32
+    )
     assert float(norm) == pytest.approx(truth(tensors), rel=3e-6)
     before, versions = [each.clone() for each in tensors], [each._version for each in tensors]
-    multiply_(tensors, torch.tensor(factor, device=device))
+    batch.multiply_(torch.tensor(factor, device=device))
     for tensor, old, version in zip(tensors, before, versions, strict=True):
         want = (old.double() * float(torch.tensor(factor))).to(tensor.dtype)
         # PyTorch rounds the factor to a tensor's dtype first.
@@ -62,14 +64,16 @@ def test_norm_and_product_are_those_of_float64(kinds: Any, factor: float, seed: 
 
 def test_kernels_take_all_tensors_that_are_aligned(triton_device: torch.device, monkeypatch: Any) -> None:
     launched = []
-    launch = gradients._launch
-    monkeypatch.setattr(gradients, "_launch", lambda *args: launched.append(args[:2]) or launch(*args))
+    launch = Batch._launch
+    monkeypatch.setattr(
+        Batch, "_launch", lambda self, kernel, kind: launched.append(self._alike[kind]) or launch(self, kernel, kind)
+    )
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16]
     tensors = [
         torch.ones(size, dtype=dtype, device=triton_device) for size, dtype in zip((9, 70_000, 3), dtypes, strict=True)
     ]
-    assert float(total_norm(tensors, triton_device)) == pytest.approx(70_012**0.5)
-    assert [[id(each) for each in group] for _, group in launched] == [
+    assert float(Batch(tensors).norm(triton_device)) == pytest.approx(70_012**0.5)
+    assert [[id(each) for each in group] for group in launched] == [
         [id(tensors[0]), id(tensors[2])],
         [id(tensors[1])],
     ]
@@ -78,8 +82,8 @@ def test_kernels_take_all_tensors_that_are_aligned(triton_device: torch.device, 
 def test_what_is_not_finite_is_kept(device: torch.device) -> None:
     for value in (float("inf"), float("nan")):
         tensors = [torch.ones(3000, device=device), torch.tensor([1.0, value], device=device)]
-        assert str(float(total_norm(tensors, device))) == str(value)
-        multiply_(tensors, torch.tensor(0.5, device=device))
+        assert str(float(Batch(tensors).norm(device))) == str(value)
+        Batch(tensors).multiply_(torch.tensor(0.5, device=device))
         assert tensors[0].eq(0.5).all()
         assert str(float(tensors[1][1])) == str(value)
 
@@ -88,23 +92,23 @@ def test_what_is_not_finite_is_kept(device: torch.device) -> None:
 def test_other_norms(norm_type: float, device: torch.device) -> None:
     tensors = [torch.randn(size, device=device) for size in (5, 0, 3000)]
     want = torch.cat(tensors).double().norm(norm_type)
-    assert float(total_norm(tensors, device, norm_type)) == pytest.approx(float(want), rel=1e-6)
+    assert float(Batch(tensors).norm(device, norm_type)) == pytest.approx(float(want), rel=1e-6)
 
 
 def test_sparse_complex_and_no_tensors() -> None:
     device = torch.device("cpu")
     tensors = [make(50, torch.float32, "sparse", device), torch.tensor([3 + 4j])]
-    assert float(total_norm(tensors, device)) == pytest.approx((truth(tensors[:1]) ** 2 + 25) ** 0.5)
+    assert float(Batch(tensors).norm(device)) == pytest.approx((truth(tensors[:1]) ** 2 + 25) ** 0.5)
     want = [tensors[0].to_dense() * 0.5, tensors[1] * 0.5]
-    multiply_(tensors, torch.tensor(0.5))
+    Batch(tensors).multiply_(torch.tensor(0.5))
     torch.testing.assert_close([tensors[0].to_dense(), tensors[1]], want)
-    assert float(total_norm([], device)) == 0.0
+    assert float(Batch([]).norm(device)) == 0.0
 
 
 def test_sums_are_those_of_the_last_call(triton_device: torch.device) -> None:
     """Addresses are read anew: tensors of the same sizes lie elsewhere."""
     for value in (1.0, 2.0, 3.0):
         tensors = [torch.full((5000,), value, device=triton_device) for _ in range(3)]
-        assert float(total_norm(tensors, triton_device)) == pytest.approx(value * 15_000**0.5)
-        multiply_(tensors[1:], torch.tensor(2.0, device=triton_device))
+        assert float(Batch(tensors).norm(triton_device)) == pytest.approx(value * 15_000**0.5)
+        Batch(tensors[1:]).multiply_(torch.tensor(2.0, device=triton_device))
         assert [float(each.mean()) for each in tensors] == [value, 2 * value, 2 * value]
