@@ -148,6 +148,11 @@ class CheapTensors:
                 made.writes.data = output.new_empty(0)
                 self._by_node[output.grad_fn, output.output_nr] = made
 
+    def forget(self) -> None:
+        """After the run: autograd keeps :meth:`pack` as long as what it packed, and so would all inputs of calls live."""
+        self._made.clear()
+        self._by_node.clear()
+
     def _find(self, tensor: Tensor) -> _Made | None:
         """The output that ``tensor`` is, or is a view of; None if it is none, or one that was written to since."""
         if tensor.is_leaf or type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_neg():

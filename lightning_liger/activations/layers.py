@@ -134,6 +134,7 @@ class ControlledLayers:
             cheap = CheapTensors(first.device.type)
             with listening(cheap.listener), saved_tensors_hooks(cheap.pack, _unpack):
                 outputs = run(*args, **kwargs)
+            cheap.forget()
             run.sizes.cheap = cheap.dropped_bytes
             if pace is not None and index == len(self.layers) - 1:
                 pace.pass_ends(num_tokens, sum(each.cheap for each in self.sizes))

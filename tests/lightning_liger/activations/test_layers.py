@@ -114,6 +114,24 @@ def test_outputs_are_freed_between_forward_and_backward_and_once_used(mode: Any,
         assert all(each.expired() for each in made) == (not is_kept or not retain_graph)
 
 
+@pytest.mark.parametrize("mode", ["store", "cheap", "recompute", "offload"])
+def test_inputs_of_an_op_are_freed_once_its_backward_is_done(mode: Any) -> None:
+    """Not at the end of the layer's: attention's backward would find the tensors of the MLP after it in memory."""
+    are_freed: list[bool] = []
+
+    def used_after_others(layer: Any, x: Tensor) -> Tensor:
+        early = layer.q(x)
+        late = layer.q(early)
+        memory = StorageWeakRef(late.untyped_storage())
+        early.register_hook(lambda _: are_freed.append(memory.expired()))
+        return layer.q(fused(lambda z: z * 2, late))
+
+    model = layers_of(used_after_others)
+    controlled(model, mode)
+    model(tokens()).sum().backward()
+    assert are_freed == [True, True]
+
+
 @pytest.mark.parametrize(("what", "mode"), [("input", "cheap"), ("input", "recompute"), ("parameter", "cheap")])
 def test_writes_before_backward_are_refused(what: str, mode: Any) -> None:
     """But for parameters of recomputed layers, which are used as they are then, as in torch.utils.checkpoint."""
