@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning_utilities.core.imports import package_available
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
@@ -125,12 +125,14 @@ def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shar
     """
     in_4bit, of_torchao = bool(settings.get("load_in_4bit")), settings.get("quant_method") == "torchao"
     shards = isinstance(strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy))
-    # DDP copies parameters as views, which torchao's types do not have. Layers of bitsandbytes in 8 bits, and types of
-    # torchao, compute with tensors besides the parameter that FSDP would shard.
-    if (shards and not (in_4bit and shards_packed)) or (of_torchao and isinstance(strategy, DDPStrategy)):
+    # Layers of bitsandbytes in 8 bits, and types of torchao, compute with tensors besides the parameter, which engines
+    # do not shard; FSDP2 can leave parameters whole.
+    stays_whole = of_torchao and isinstance(strategy, ModelParallelStrategy)
+    if shards and not (shards_packed and (in_4bit or stays_whole)):
         expected = (
             f"None under {type(strategy).__name__}, or: 4 bits of bitsandbytes ({{'load_in_4bit': True}}) with"
-            " 'liger_model_parallel' or 'liger_fsdp', any of bitsandbytes with 'liger_ddp', all with 'liger'"
+            " 'liger_model_parallel' or 'liger_fsdp', torchao with 'liger_model_parallel', all with 'liger_ddp' or"
+            " 'liger'"
         )
         raise wrong_value("quantization", expected, dict(settings))
     if not in_4bit:

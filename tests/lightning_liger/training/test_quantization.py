@@ -199,7 +199,5 @@ def test_what_cannot_be_quantized_is_told(folder, tmp_path):
         fit_to_strategy(nf4, FSDPStrategy(), shards_packed=False)
     with pytest.raises(ValueError, match=r"bnb_4bit_quant_storage'\] must be 'float32', .*, or an integer one"):
         fit_to_strategy(nf4 | {"bnb_4bit_quant_storage": torch.bfloat16}, None, shards_packed=False)
-    pytest.importorskip("torchao")
-    with pytest.raises(ValueError, match=r"any of bitsandbytes with 'liger_ddp'"):
-        trainer = quiet_trainer(strategy="liger_ddp", max_steps=1)
-        trainer.fit(make(folder, KINDS["int8"]), DataLoader(BATCHES, batch_size=None))
+    with pytest.raises(ValueError, match=r"None under FSDPStrategy.*torchao with 'liger_model_parallel'"):
+        fit_to_strategy(KINDS["int8"], FSDPStrategy(), shards_packed=True)
