@@ -84,16 +84,13 @@ def check_quantization(settings: Any, lora: Any, pretrained: Any) -> Any:
         raise ModuleNotFoundError(f"quantization={dict(settings)!r} needs {method}: pip install {method}")
     if method == "torchao":
         import torchao.quantization
-        import torchao.utils
 
         name = str(own.pop("quant_type", None))
         kind = getattr(torchao.quantization, name, None) if name.endswith("WeightOnlyConfig") else None
-        if kind is None:
-            raise wrong_value("quantization['quant_type']", "a name such as 'Int8WeightOnlyConfig' of torchao", name)
-        # Without it transformers would tell of "issues during automatic conversion of the weights", and not why.
-        needs_mslk = name == "Int4WeightOnlyConfig" and own.get("int4_packing_format", "plain") == "plain"
-        if needs_mslk and hasattr(torchao.utils, "_is_mslk_available") and not package_available("mslk"):
-            raise ModuleNotFoundError(f"quantization={dict(settings)!r} needs mslk: pip install mslk-cuda")
+        # peft refuses 4-bit weights in the plain format, and products with those in tinygemm's have no derivative.
+        if kind is None or name == "Int4WeightOnlyConfig":
+            expected = "a name such as 'Int8WeightOnlyConfig' of torchao; 4 bits can be trained over with load_in_4bit"
+            raise wrong_value("quantization['quant_type']", expected, name)
     elif bool(own.get("load_in_4bit")) == bool(own.get("load_in_8bit")):
         raise wrong_value("quantization", "either load_in_4bit=True or load_in_8bit=True", own)
     known = inspect.signature(kind).parameters

@@ -168,15 +168,15 @@ def test_preferences_of_a_quantized_model_start_at_its_own_scores(folder, tmp_pa
     assert losses[-1] < losses[0]
 
 
-def test_int4_of_torchao_without_its_kernels_is_an_error_with_the_package(folder, monkeypatch):
-    torchao, quantization, utils = (ModuleType(name) for name in ("torchao", "torchao.quantization", "torchao.utils"))
-    torchao.quantization, torchao.utils = quantization, utils
-    quantization.Int4WeightOnlyConfig, utils._is_mslk_available = SimpleNamespace, bool
-    for module in (torchao, quantization, utils):
+def test_int4_of_torchao_is_refused(folder, monkeypatch):
+    torchao, quantization = ModuleType("torchao"), ModuleType("torchao.quantization")
+    torchao.quantization = quantization
+    quantization.Int4WeightOnlyConfig = SimpleNamespace
+    for module in (torchao, quantization):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(lora, "package_available", lambda name: name != "mslk")
+    monkeypatch.setattr(lora, "package_available", bool)
     settings = {"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"}
-    with pytest.raises(ModuleNotFoundError, match=r"Int4WeightOnlyConfig.*needs mslk: pip install mslk-cuda"):
+    with pytest.raises(ValueError, match=r"quant_type'\] must be .*load_in_4bit, got 'Int4WeightOnlyConfig'"):
         LigerCausalLM(folder, lora=LORA, quantization=settings)
 
 
