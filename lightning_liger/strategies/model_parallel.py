@@ -22,7 +22,7 @@ from lightning_liger.strategies.common import CommonStrategy
 from lightning_liger.strategies.fabric import FabricStrategy
 from lightning_liger.strategies.parts.expert_parallel import ExpertParallel, is_split
 from lightning_liger.strategies.parts.head_units import check_tied_units, gather_heads, tied_pairs
-from lightning_liger.strategies.parts.packed import check_split
+from lightning_liger.strategies.parts.packed import check_split, whole_parameters
 from lightning_liger.strategies.parts.policies import LayerPolicy, check_policy, resolve_policy
 from lightning_liger.strategies.parts.tensor_parallel import is_distributed, parallelize
 from lightning_liger.strategies.parts.visible_logits import HIDDEN_STATES
@@ -104,6 +104,7 @@ class _Shards(CommonStrategy):
         if mesh["data_parallel"].size() > 1:  # one rank gathers nothing
             gather_in_float8(model)
         experts, whole = self._experts.split(model, self.root_device)
+        whole |= whole_parameters(model)
         for unit in units:
             if unit not in experts:
                 fully_shard(unit, mesh=mesh["data_parallel"], ignored_params=whole)

@@ -10,10 +10,11 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_bool, check_choice, check_integer, check_number, wrong_type, wrong_value
@@ -90,8 +91,8 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         quantization: How the weights of ``pretrained`` under ``lora`` are quantized as they are loaded: arguments of
             transformers' ``BitsAndBytesConfig``, such as ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` for
             QLoRA (arXiv:2305.14314), or ``{"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}``. On one
-            device, with bitsandbytes under DDP, with 4 bits of bitsandbytes under FSDP and FSDP2. Checkpoints hold the
-            adapters; ``export`` merges them into the weights before quantization.
+            device, under DDP, and FSDP2 without 8 bits of bitsandbytes; with 4 bits of bitsandbytes also under FSDP.
+            Checkpoints hold the adapters; ``export`` merges them into the weights before quantization.
 
     Raises:
         ConnectionError: If ``pretrained`` on the Hub is not in the local cache, and the Hub cannot be reached.
@@ -250,11 +251,20 @@ class LigerCausalLM(LigerLMMixin, L.LightningModule):
         for module in self.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 vars(module)["support_avx512bf16_for_cpu"] = False  # repacks weights in validation, for good
-        if self._is_sharded:
-            for parameter in self.parameters():
+        strategy = getattr(self._attached_trainer, "strategy", None)
+        if self._is_sharded or isinstance(strategy, DDPStrategy):
+            whole: list[str] = []
+            parameter: Any
+            for name, parameter in self.named_parameters():
                 if parameter.requires_grad:  # of what each rank has drawn it keeps a shard
                     dist.broadcast(parameter.detach(), 0)
-        if isinstance(getattr(self._attached_trainer, "strategy", None), ModelParallelStrategy):
+                elif type(parameter).__module__.startswith("torchao."):  # no engine can split or copy it
+                    whole.append(name)
+                    for part in parameter.__tensor_flatten__()[0]:  # in bytes, as gloo takes no float8
+                        dist.broadcast(getattr(parameter, part).view(-1).view(torch.uint8), 0)
+            if whole:
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, whole)
+        if isinstance(strategy, ModelParallelStrategy):
             self.register_state_dict_post_hook(_keep_adapters)  # sharded checkpoints load what a state dict has
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

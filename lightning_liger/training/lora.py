@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning_utilities.core.imports import package_available
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
@@ -84,16 +84,13 @@ def check_quantization(settings: Any, lora: Any, pretrained: Any) -> Any:
         raise ModuleNotFoundError(f"quantization={dict(settings)!r} needs {method}: pip install {method}")
     if method == "torchao":
         import torchao.quantization
-        import torchao.utils
 
         name = str(own.pop("quant_type", None))
         kind = getattr(torchao.quantization, name, None) if name.endswith("WeightOnlyConfig") else None
-        if kind is None:
-            raise wrong_value("quantization['quant_type']", "a name such as 'Int8WeightOnlyConfig' of torchao", name)
-        # Without it transformers would tell of "issues during automatic conversion of the weights", and not why.
-        needs_mslk = name == "Int4WeightOnlyConfig" and own.get("int4_packing_format", "plain") == "plain"
-        if needs_mslk and hasattr(torchao.utils, "_is_mslk_available") and not package_available("mslk"):
-            raise ModuleNotFoundError(f"quantization={dict(settings)!r} needs mslk: pip install mslk-cuda")
+        # peft refuses 4-bit weights in the plain format, and products with those in tinygemm's have no derivative.
+        if kind is None or name == "Int4WeightOnlyConfig":
+            expected = "a name such as 'Int8WeightOnlyConfig' of torchao; 4 bits can be trained over with load_in_4bit"
+            raise wrong_value("quantization['quant_type']", expected, name)
     elif bool(own.get("load_in_4bit")) == bool(own.get("load_in_8bit")):
         raise wrong_value("quantization", "either load_in_4bit=True or load_in_8bit=True", own)
     known = inspect.signature(kind).parameters
@@ -125,12 +122,14 @@ def fit_to_strategy(settings: Mapping[str, Any], strategy: Strategy | None, shar
     """
     in_4bit, of_torchao = bool(settings.get("load_in_4bit")), settings.get("quant_method") == "torchao"
     shards = isinstance(strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy))
-    # DDP copies parameters as views, which torchao's types do not have. Layers of bitsandbytes in 8 bits, and types of
-    # torchao, compute with tensors besides the parameter that FSDP would shard.
-    if (shards and not (in_4bit and shards_packed)) or (of_torchao and isinstance(strategy, DDPStrategy)):
+    # Layers of bitsandbytes in 8 bits, and types of torchao, compute with tensors besides the parameter, which engines
+    # do not shard; FSDP2 can leave parameters whole.
+    stays_whole = of_torchao and isinstance(strategy, ModelParallelStrategy)
+    if shards and not (shards_packed and (in_4bit or stays_whole)):
         expected = (
             f"None under {type(strategy).__name__}, or: 4 bits of bitsandbytes ({{'load_in_4bit': True}}) with"
-            " 'liger_model_parallel' or 'liger_fsdp', any of bitsandbytes with 'liger_ddp', all with 'liger'"
+            " 'liger_model_parallel' or 'liger_fsdp', torchao with 'liger_model_parallel', all with 'liger_ddp' or"
+            " 'liger'"
         )
         raise wrong_value("quantization", expected, dict(settings))
     if not in_4bit:

@@ -1,4 +1,4 @@
-"""Checks of parameters whose elements are packed bits of 4-bit weights, which must be sharded as they are."""
+"""Checks of quantized weights, whose packed bits must be sharded as they are, or not at all."""
 
 from typing import Any
 
@@ -11,6 +11,12 @@ from liger_ops.arguments import wrong_value
 def packed_parameters(model: Module) -> list[Parameter]:
     """Those of bitsandbytes in 4 bits."""
     return [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
+
+
+def whole_parameters(model: Module) -> set[Parameter]:
+    """Frozen ones that ``model`` tells DDP to ignore, as LigerCausalLM those of torchao: FSDP2 does not shard them."""
+    names = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return {each for name, each in model.named_parameters() if name in names and not each.requires_grad}
 
 
 def check_flattened(model: Module, mixed_precision: Any) -> None:
@@ -26,10 +32,10 @@ def check_flattened(model: Module, mixed_precision: Any) -> None:
 
 
 def check_split(model: Module, **sizes: int) -> None:
-    """Raises ValueError if ranks would split layers whose weights are packed, or lack some bits."""
+    """Raises ValueError if ranks would split layers whose weights are quantized, or lack some bits."""
     for name, size in sizes.items():
-        if size > 1 and packed_parameters(model):
-            raise wrong_value(name, "1 with weights in 4 bits, whose rows are not elements of a dimension", size)
+        if size > 1 and (packed_parameters(model) or whole_parameters(model)):
+            raise wrong_value(name, "1 with quantized weights, which have no rows to split", size)
     _check_complete(model)
 
 

@@ -168,15 +168,15 @@ def test_preferences_of_a_quantized_model_start_at_its_own_scores(folder, tmp_pa
     assert losses[-1] < losses[0]
 
 
-def test_int4_of_torchao_without_its_kernels_is_an_error_with_the_package(folder, monkeypatch):
-    torchao, quantization, utils = (ModuleType(name) for name in ("torchao", "torchao.quantization", "torchao.utils"))
-    torchao.quantization, torchao.utils = quantization, utils
-    quantization.Int4WeightOnlyConfig, utils._is_mslk_available = SimpleNamespace, bool
-    for module in (torchao, quantization, utils):
+def test_int4_of_torchao_is_refused(folder, monkeypatch):
+    torchao, quantization = ModuleType("torchao"), ModuleType("torchao.quantization")
+    torchao.quantization = quantization
+    quantization.Int4WeightOnlyConfig = SimpleNamespace
+    for module in (torchao, quantization):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(lora, "package_available", lambda name: name != "mslk")
+    monkeypatch.setattr(lora, "package_available", bool)
     settings = {"quant_method": "torchao", "quant_type": "Int4WeightOnlyConfig"}
-    with pytest.raises(ModuleNotFoundError, match=r"Int4WeightOnlyConfig.*needs mslk: pip install mslk-cuda"):
+    with pytest.raises(ValueError, match=r"quant_type'\] must be .*load_in_4bit, got 'Int4WeightOnlyConfig'"):
         LigerCausalLM(folder, lora=LORA, quantization=settings)
 
 
@@ -199,7 +199,5 @@ def test_what_cannot_be_quantized_is_told(folder, tmp_path):
         fit_to_strategy(nf4, FSDPStrategy(), shards_packed=False)
     with pytest.raises(ValueError, match=r"bnb_4bit_quant_storage'\] must be 'float32', .*, or an integer one"):
         fit_to_strategy(nf4 | {"bnb_4bit_quant_storage": torch.bfloat16}, None, shards_packed=False)
-    pytest.importorskip("torchao")
-    with pytest.raises(ValueError, match=r"any of bitsandbytes with 'liger_ddp'"):
-        trainer = quiet_trainer(strategy="liger_ddp", max_steps=1)
-        trainer.fit(make(folder, KINDS["int8"]), DataLoader(BATCHES, batch_size=None))
+    with pytest.raises(ValueError, match=r"None under FSDPStrategy.*torchao with 'liger_model_parallel'"):
+        fit_to_strategy(KINDS["int8"], FSDPStrategy(), shards_packed=True)

@@ -1,4 +1,5 @@
-"""Adapters over sharded 4-bit weights: two ranks train as one process, and their checkpoints resume and merge.
+"""Adapters over quantized weights that are sharded, or whole on each rank: two ranks train as one process, and their
+checkpoints resume and merge.
 
 ``python -m`` this module with ``cpu OUT`` is one rank of ``launch(..., worker=...)``.
 """
@@ -13,32 +14,44 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.imports import package_available
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_liger import LigerCausalLM, LigerFSDPStrategy, LigerModelParallelStrategy, export_pretrained
+from lightning_liger import (
+    LigerCausalLM,
+    LigerDDPStrategy,
+    LigerFSDPStrategy,
+    LigerModelParallelStrategy,
+    export_pretrained,
+)
 from lightning_liger.weights.export import _read, contents
 from tests.lightning_liger.strategies.workers.distributed import launch
 from tests.lightning_liger.tiny import quiet_trainer, tiny_batch, tiny_llama
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 INT8 = {"load_in_8bit": True}
+TORCHAO = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}
 LORA = {"r": 4, "alpha": 8, "target_modules": "all-linear"}
-WHOLE_BYTES = 36_864
-"""Of the packed weights of the tiny model: half a byte an element."""
+NUM_ELEMENTS = 73_728
+"""Of the quantized weights of the tiny model."""
 
 
 def file_of_fsdp2() -> LigerModelParallelStrategy:
     return LigerModelParallelStrategy(save_distributed_checkpoint=False, activation_checkpointing="full")
 
 
-RUNS: dict[str, tuple[Callable[[], Any], str]] = {
-    "fsdp": (LigerFSDPStrategy, "32-true"),
-    "fsdp2": (LigerModelParallelStrategy, "32-true"),
-    "fsdp2-file": (file_of_fsdp2, "32-true"),
-    "fsdp-bf16": (LigerFSDPStrategy, "bf16-true"),
-    "fsdp2-bf16": (LigerModelParallelStrategy, "bf16-mixed"),
+RUNS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
+    "fsdp": (LigerFSDPStrategy, "32-true", NF4),
+    "fsdp2": (LigerModelParallelStrategy, "32-true", NF4),
+    "fsdp2-file": (file_of_fsdp2, "32-true", NF4),
+    "fsdp-bf16": (LigerFSDPStrategy, "bf16-true", NF4),
+    "fsdp2-bf16": (LigerModelParallelStrategy, "bf16-mixed", NF4),
+    "torchao-ddp": (LigerDDPStrategy, "32-true", TORCHAO),
+    "torchao-fsdp2": (LigerModelParallelStrategy, "32-true", TORCHAO),
+    "torchao-fsdp2-file": (file_of_fsdp2, "32-true", TORCHAO),
+    "torchao-fsdp2-bf16": (LigerModelParallelStrategy, "bf16-true", TORCHAO),
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
     "8 bits": (LigerModelParallelStrategy, "32-true", INT8, "4 bits of bitsandbytes"),
@@ -46,6 +59,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, dict[str, Any], str]] = {
     "storage": (LigerFSDPStrategy, "32-true", NF4 | {"bnb_4bit_quant_storage": "uint8"}, "must be 'float32'"),
     "sharded": (lambda: LigerFSDPStrategy(state_dict_type="sharded"), "32-true", NF4, "state_dict_type must be 'full'"),
     "split": (lambda: LigerModelParallelStrategy(tensor_parallel_size=2), "32-true", NF4, "tensor_parallel_size"),
+    "torchao": (LigerFSDPStrategy, "32-true", TORCHAO, "torchao with 'liger_model_parallel'"),
+    "torchao split": (
+        lambda: LigerModelParallelStrategy(tensor_parallel_size=2),
+        "32-true",
+        TORCHAO,
+        "tensor_parallel_size",
+    ),
 }
 
 
@@ -60,10 +80,17 @@ class Module(LigerCausalLM):
         with torch.device("cpu"):  # GPUs draw other numbers
             super().configure_model()
 
+    def _start_quantized(self) -> None:
+        for weight in self.parameters():
+            if hasattr(weight, "qdata"):
+                weight.qdata.add_(self.global_rank)  # all ranks train over the weights of the first
+        super()._start_quantized()
+
     def on_train_start(self) -> None:
         super().on_train_start()
         weights = [each for name, each in self.named_parameters() if "base_layer.weight" in name]
-        self.num_bytes = sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in weights)
+        local = [each.to_local() if isinstance(each, DTensor) else getattr(each, "qdata", each) for each in weights]
+        self.num_bytes = sum(each.nbytes for each in local)
 
 
 def make(folder: Path, quantization: dict[str, Any]) -> Module:
@@ -119,24 +146,29 @@ def ranks(device: str, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_two_ranks_train_as_one_process_resume_and_merge(device, folder, tmp_path, ranks, run):
-    precision = RUNS[run][1]
-    module, trainer = fit(folder, f"alone-{precision}", "liger", precision, device, 0, 1)
-    assert module.num_bytes == WHOLE_BYTES
+    _, precision, quantization = RUNS[run]
+    if quantization is TORCHAO:
+        pytest.importorskip("torchao")
+    alone = f"alone-{run}"
+    module, trainer = fit(folder, alone, "liger", precision, device, 0, 1, quantization=quantization)
+    whole, shard = (NUM_ELEMENTS,) * 2 if quantization is TORCHAO else (NUM_ELEMENTS / 2, NUM_ELEMENTS / 4)
+    assert module.num_bytes == whole
     is_exact = precision == "32-true"
     expected = pytest.approx(metrics(trainer), rel=1e-4 if is_exact else 2e-2)
     for rank in ranks:
         assert rank[run]["metrics"] == expected
-        assert rank[run]["num_bytes"] == pytest.approx(WHOLE_BYTES / 2, rel=0.15)  # FSDP splits layers anywhere
-    found, alone = (adapters(folder / name / "step=4.ckpt") for name in (run, f"alone-{precision}"))
+        assert rank[run]["num_bytes"] == pytest.approx(shard, rel=0.15)  # FSDP splits layers anywhere
+    found, alone = (adapters(folder / name / "step=4.ckpt") for name in (run, alone))
     assert all("lora_" in name for name in found)
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-5 if is_exact else 5e-3)
     start = adapters(folder / run / "step=1.ckpt")
     assert all((found[name] - start[name]).abs().max() > 1e-3 for name in found)
     if not is_exact:
         return
-    torch.testing.assert_close(adapters(folder / f"{run}-resumed" / "step=4.ckpt"), found, rtol=0, atol=1e-7)
+    tolerance = 0 if device == "cpu" else 1e-7
+    torch.testing.assert_close(adapters(folder / f"{run}-resumed" / "step=4.ckpt"), found, rtol=0, atol=tolerance)
 
-    export_pretrained(make(folder, NF4), folder / run / "step=4.ckpt", tmp_path / "merged")
+    export_pretrained(make(folder, quantization), folder / run / "step=4.ckpt", tmp_path / "merged")
     base, merged = (AutoModelForCausalLM.from_pretrained(each) for each in (folder / "model", tmp_path / "merged"))
     name = "model.layers.1.mlp.up_proj"
     a, b = (found[f"model.base_model.model.{name}.lora_{part}.default.weight"].cpu() for part in "AB")
@@ -145,6 +177,8 @@ def test_two_ranks_train_as_one_process_resume_and_merge(device, folder, tmp_pat
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_sharded_is_told(ranks, case):
+    if REFUSED[case][2] is TORCHAO:
+        pytest.importorskip("torchao")
     assert all(REFUSED[case][3] in rank["refused"][case] for rank in ranks), ranks[0]["refused"][case]
 
 
@@ -165,12 +199,18 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     device, out, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
     results: dict[str, Any] = {"refused": {}}
-    for run, (strategy, precision) in RUNS.items():
-        module, trainer = fit(out, run, strategy(), precision, device, rank, 2)
+    has_torchao = package_available("torchao")
+    for run, (strategy, precision, quantization) in RUNS.items():
+        if quantization is TORCHAO and not has_torchao:
+            continue
+        module, trainer = fit(out, run, strategy(), precision, device, rank, 2, quantization=quantization)
         results[run] = {"num_bytes": module.num_bytes, "metrics": metrics(trainer)}
         if precision == "32-true":
-            fit(out, f"{run}-resumed", strategy(), precision, device, rank, 2, out / run / "step=2.ckpt")
+            path = out / run / "step=2.ckpt"
+            fit(out, f"{run}-resumed", strategy(), precision, device, rank, 2, path, quantization)
     for case, (strategy, precision, quantization, _) in REFUSED.items():
+        if quantization is TORCHAO and not has_torchao:
+            continue
         results["refused"][case] = errors(
             lambda: fit(out, case, strategy(), precision, device, rank, 2, quantization=quantization)  # noqa: B023
         )
