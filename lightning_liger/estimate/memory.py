@@ -14,12 +14,13 @@ from lightning_liger.activations.plan import choose
 from lightning_liger.activations.planner import MARGIN, Budget
 from lightning_liger.estimate.ledger import Unknowable
 from lightning_liger.estimate.models import find_config, make_batch, make_model
-from lightning_liger.estimate.states import PRECISIONS, check_choices, states_of
+from lightning_liger.estimate.states import PRECISIONS, STRATEGIES, check_choices, states_of
 from lightning_liger.estimate.step import Step, run_step
 from lightning_liger.hardware import Gpu, get_gpu
 from lightning_liger.monitor.experts import num_active_parameters
 from lightning_liger.monitor.flops import count_flops
 from lightning_liger.patching import PatchReport, apply_liger_kernels
+from lightning_liger.patching.rules.linear import hold_frozen
 
 _CONTEXT_BYTES = 2**30
 """Of a GPU's memory that PyTorch's allocator cannot have: CUDA's context, code of kernels, NCCL's buffers."""
@@ -202,7 +203,11 @@ def inspect_model(
     settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget, fp8)
     found_config, dtype = find_config(model, config, revision), PRECISIONS[precision].compute
     built, plain = (make_model(found_config, dtype, lora) for _ in range(2))
-    states = states_of(built, strategy, num_gpus, precision, optimizer)
+    kernels = apply_liger_kernels(built, fp8=fp8 or None)
+    if strategy in ("single", "ddp"):  # as these do by default
+        hold_frozen(built)
+    models = {OURS: built, HUGGING_FACE: plain}
+    states = {name: states_of(each, strategy, num_gpus, precision, optimizer) for name, each in models.items()}
     result = Inspection(
         model=model,
         model_type=built.config.model_type,
@@ -211,8 +216,8 @@ def inspect_model(
         num_active=num_active_parameters(plain),
         flops_per_token=count_flops(plain, seq_len) / seq_len,
         settings=settings,
-        kernels=apply_liger_kernels(built, fp8=fp8 or None),
-        state_bytes=states.totals(built),
+        kernels=kernels,
+        state_bytes=states[OURS].totals(built),
         gpu=found,
         limit_bytes=limit,
         budget_bytes=budget,
@@ -221,10 +226,10 @@ def inspect_model(
     @functools.cache
     def run(implementation: Implementation, batch_size: int, seq_len: int) -> Step:
         """A step in which all layers are recomputed."""
-        ours = implementation == OURS
         make = functools.partial(make_batch, batch_size, seq_len)
+        frees_early = implementation == OURS or STRATEGIES[strategy].frees_early
         try:
-            return run_step(built if ours else plain, make, states, ours or states.sharding.frees_early)
+            return run_step(models[implementation], make, states[implementation], frees_early)
         except _FAILURES as error:  # of the model's own code
             raise Unknowable(f"{type(error).__name__}: {error}") from error
 

@@ -326,13 +326,25 @@ def convert(members: Sequence[nn.Linear], recipe: Float8Recipe) -> Iterator[Call
         member.__class__ = patched
         yield partial(vars(member).pop, ATTRIBUTE)
         if recipe.hold_frozen is True and not member.weight.requires_grad and not member.weight.is_meta:
-            member.weight = nn.Parameter(Float8Weight.of(member.weight), requires_grad=False)
+            _quantize(member)
             yield partial(_dequantize, member)
+
+
+def _quantize(member: nn.Linear) -> None:
+    member.weight = nn.Parameter(Float8Weight.of(member.weight), requires_grad=False)
 
 
 def _dequantize(member: nn.Linear) -> None:
     if isinstance(member.weight, Float8Weight):
         member.weight = nn.Parameter(member.weight.dequantize(), requires_grad=False)
+
+
+def hold_frozen(model: nn.Module) -> None:
+    """Holds the frozen weights of converted layers in float8, on the meta device too."""
+    for layers in converted_layers(model):
+        for member in layers.members:
+            if not member.weight.requires_grad:
+                _quantize(member)
 
 
 def gather_in_float8(model: nn.Module) -> None:

@@ -6,15 +6,18 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import AutoConfig
+from lightning import Fabric
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_liger import LigerCausalLM
+from liger_ops.fp8.weights import Float8Weight
+from lightning_liger import FabricLigerSingleDeviceStrategy, LigerCausalLM
 from lightning_liger.estimate import inspect_model
 from lightning_liger.estimate.memory import HUGGING_FACE, OURS, largest
 from lightning_liger.estimate.models import find_config
 from lightning_liger.estimate.states import states_of
 from lightning_liger.estimate.step import OWNERS
 from lightning_liger.hardware import Gpu
+from lightning_liger.training.lora import add_adapters
 from tests.lightning_liger.estimate.test_step import SIZES
 from tests.lightning_liger.tiny import TINY_CONFIG
 
@@ -159,3 +162,33 @@ def test_float8_keeps_less_and_needs_memory_for_payloads():
     assert in_float8.num_bytes["activations"] < stored.num_bytes["activations"]
     assert found.rows[2].num_bytes["activations"] > plain.rows[2].num_bytes["activations"]
     assert found.as_dict()["settings"]["fp8"]
+
+
+LARGE = {**TINY, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1}
+"""A model whose MLP is large enough for float8."""
+
+
+def test_frozen_weights_take_the_bytes_that_a_model_in_float8_holds():
+    pytest.importorskip("peft")
+    lora = {"r": 2, "target_modules": ["down_proj"]}
+    options = {"config": LARGE, "lora": lora, "fp8": True}
+    single, ddp, sharded, whole = (
+        inspect_model("llama", **options, strategy=strategy, num_gpus=num_gpus)
+        for strategy, num_gpus in (("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp", 1))
+    )
+    config = AutoConfig.for_model("llama", **LARGE)
+    model = add_adapters(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), lora)
+    strategy = FabricLigerSingleDeviceStrategy(fp8=True)
+    module = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true").setup_module(model)
+    held = [each for each in module.parameters() if isinstance(each, Float8Weight)]
+    assert sum(each.numel() for each in held) == 3 * 2048 * 4096
+    others = [each for each in module.parameters() if not isinstance(each, Float8Weight)]
+    num_bytes = sum(each.nbytes for each in others) + sum(each.payload.nbytes + each.scale.nbytes for each in held)
+    assert single.state_bytes["weights"] == ddp.state_bytes["weights"] == num_bytes
+    assert whole.state_bytes["weights"] == 2 * whole.num_parameters
+    assert sharded.state_bytes["weights"] == pytest.approx(whole.num_parameters, abs=2)
+    for row, other in zip(single.rows, whole.rows, strict=True):
+        is_held = row.implementation == OURS
+        saved = 3 * 2048 * 4096 - 4 * (2 * 4096 + 2048) if is_held else 0
+        assert other.num_bytes["weights"] - row.num_bytes["weights"] == saved
+        assert row.num_bytes["activations"] <= other.num_bytes["activations"]  # payloads are no activations
