@@ -87,7 +87,13 @@ def show(found: Inspection, console: Console) -> None:
         highlight=False,
     )
     console.print(found.kernels, "")
-    texts = [f"A token takes {found.flops_per_token / 1e9:,.4g} GFLOP in forward and backward, of the model's own."]
+    in_float8, seconds = found.float8_flops_per_token, found.step_seconds(settings.fp8)
+    parts = f", {in_float8 / 1e9:,.4g} of them in float8" if in_float8 else ""
+    flops = f"{found.flops_per_token / 1e9:,.4g} GFLOP"
+    texts = [f"A token takes {flops} in forward and backward, of the model's own{parts}."]
+    if seconds is not None:
+        without = f", {found.step_seconds(False):.3g} s without float8" if in_float8 else ""
+        texts.append(f"By its FLOPs, a step without recomputation takes about {seconds:.3g} s{without}.")
     if found.unknown is None:
         console.print(_memory(found))
         most = {row.implementation: _gib(row.logits_bytes) for row in found.rows}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from liger_ops.arguments import check_bool, check_integer, check_number, wrong_value
@@ -14,12 +15,14 @@ from lightning_liger.activations.plan import choose
 from lightning_liger.activations.planner import MARGIN, Budget
 from lightning_liger.estimate.ledger import Unknowable
 from lightning_liger.estimate.models import find_config, make_batch, make_model
-from lightning_liger.estimate.states import PRECISIONS, check_choices, states_of
+from lightning_liger.estimate.states import PRECISIONS, STRATEGIES, check_choices, states_of
 from lightning_liger.estimate.step import Step, run_step
 from lightning_liger.hardware import Gpu, get_gpu
 from lightning_liger.monitor.experts import num_active_parameters
-from lightning_liger.monitor.flops import count_flops
+from lightning_liger.monitor.flops import count_flops, float8_flops
 from lightning_liger.patching import PatchReport, apply_liger_kernels
+from lightning_liger.patching.float8 import converted_layers
+from lightning_liger.patching.rules.linear import hold_frozen
 
 _CONTEXT_BYTES = 2**30
 """Of a GPU's memory that PyTorch's allocator cannot have: CUDA's context, code of kernels, NCCL's buffers."""
@@ -28,6 +31,10 @@ _NEAR, _FAR = 0.02, 4
 """How near to the largest size a search ends, as a share of it, and how far it goes without knowing the way."""
 _SEQUENCE_STEP = 256
 _FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+_PEAK_SHARE, _FLOAT8_PEAK_SHARE = 0.66, 0.54
+"""Of a GPU's peak in the precision and in float8: what the linear layers of Llama 3 8B and the kernels between them
+reach on an H200 (``benchmarks/results/fp8/layer_h200.jsonl``)."""
 
 Implementation = Literal["lightning-liger", "Hugging Face"]
 OURS: Implementation = "lightning-liger"
@@ -101,6 +108,7 @@ class Inspection:
         num_parameters, num_trained: Of the model.
         num_active: Parameters that a token uses: all, but of experts only those that it is sent to.
         flops_per_token: Of forward and backward, as :func:`~lightning_liger.monitor.flops.count_flops` counts them.
+        float8_flops_per_token: Of these, those in float8 with our strategies.
         settings: How it is trained.
         kernels: What is replaced, and what not and why.
         rows: The memory of each way to train.
@@ -119,6 +127,7 @@ class Inspection:
     num_trained: int
     num_active: int
     flops_per_token: float
+    float8_flops_per_token: float
     settings: Settings
     kernels: PatchReport
     state_bytes: dict[str, int]
@@ -130,9 +139,19 @@ class Inspection:
     unknown: str | None = None
     notes: list[str] = field(default_factory=list)
 
+    def step_seconds(self, fp8: bool) -> float | None:
+        """About the time of a step in which nothing is recomputed, by its FLOPs; None without a GPU."""
+        if self.gpu is None:
+            return None
+        in_float8 = self.float8_flops_per_token if fp8 else 0.0
+        rate = _PEAK_SHARE * self.gpu.peak_flops(PRECISIONS[self.settings.precision].compute)
+        float8_rate = _FLOAT8_PEAK_SHARE * self.gpu.peak_flops(torch.float8_e4m3fn)
+        of_token = in_float8 / float8_rate + (self.flops_per_token - in_float8) / rate
+        return self.settings.batch_size * self.settings.seq_len * of_token
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with the keys that docs/inspect.md lists."""
-        numbers = ("num_parameters", "num_trained", "num_active", "flops_per_token")
+        numbers = ("num_parameters", "num_trained", "num_active", "flops_per_token", "float8_flops_per_token")
         names = ("model", "model_type", *numbers, "state_bytes", "unknown", "notes")
         memory = [asdict(row) for row in self.rows]
         for found in memory:
@@ -144,7 +163,8 @@ class Inspection:
             gpu = {"name": self.gpu.name, "memory_bytes": self.gpu.memory_bytes, "limit_bytes": self.limit_bytes}
             gpu["fits"] = list(map(asdict, self.fits))
         parts = {"settings": asdict(self.settings), "kernels": self.kernels.as_dict(), "memory": memory, "gpu": gpu}
-        return {name: getattr(self, name) for name in names} | parts
+        seconds = {"step_seconds": self.step_seconds(self.settings.fp8)}
+        return {name: getattr(self, name) for name in names} | seconds | parts
 
 
 def inspect_model(
@@ -196,13 +216,20 @@ def inspect_model(
     strategy = ("single" if num_gpus == 1 else "fsdp") if strategy is None else strategy
     check_choices(strategy, num_gpus, precision, optimizer)
     found = None if gpu is None else get_gpu(gpu)
+    if fp8 and found is not None and found.float8_flops is None:
+        raise wrong_value("fp8", f"False for {found.name}, which has no float8 products", fp8)
     if found is not None and memory_budget is None:
         memory_budget = "auto"
     budget, limit = _limit(memory_budget, found), None if found is None else _limit("auto", found)
     settings = Settings(batch_size, seq_len, num_gpus, strategy, precision, optimizer, memory_budget, fp8)
     found_config, dtype = find_config(model, config, revision), PRECISIONS[precision].compute
     built, plain = (make_model(found_config, dtype, lora) for _ in range(2))
-    states = states_of(built, strategy, num_gpus, precision, optimizer)
+    kernels = apply_liger_kernels(built, fp8=fp8 or None)
+    if strategy in ("single", "ddp"):  # as these do by default
+        hold_frozen(built)
+    models = {OURS: built, HUGGING_FACE: plain}
+    states = {name: states_of(each, strategy, num_gpus, precision, optimizer) for name, each in models.items()}
+    converted = [each for each in converted_layers(built) if batch_size * seq_len >= each.recipe.min_tokens]
     result = Inspection(
         model=model,
         model_type=built.config.model_type,
@@ -210,9 +237,10 @@ def inspect_model(
         num_trained=sum(each.numel() for each in built.parameters() if each.requires_grad),
         num_active=num_active_parameters(plain),
         flops_per_token=count_flops(plain, seq_len) / seq_len,
+        float8_flops_per_token=float8_flops(converted),
         settings=settings,
-        kernels=apply_liger_kernels(built, fp8=fp8 or None),
-        state_bytes=states.totals(built),
+        kernels=kernels,
+        state_bytes=states[OURS].totals(built),
         gpu=found,
         limit_bytes=limit,
         budget_bytes=budget,
@@ -221,10 +249,10 @@ def inspect_model(
     @functools.cache
     def run(implementation: Implementation, batch_size: int, seq_len: int) -> Step:
         """A step in which all layers are recomputed."""
-        ours = implementation == OURS
         make = functools.partial(make_batch, batch_size, seq_len)
+        frees_early = implementation == OURS or STRATEGIES[strategy].frees_early
         try:
-            return run_step(built if ours else plain, make, states, ours or states.sharding.frees_early)
+            return run_step(models[implementation], make, states[implementation], frees_early)
         except _FAILURES as error:  # of the model's own code
             raise Unknowable(f"{type(error).__name__}: {error}") from error
 

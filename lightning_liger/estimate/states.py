@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from liger_ops.arguments import check_choice, wrong_value
+from liger_ops.fp8.weights import Float8Weight
 from liger_ops.optim.moments import dtype_of, zeros
 from lightning_liger.activations.layers import find_layers
 from lightning_liger.training.causal_lm import needs_float32_moments
@@ -185,6 +186,7 @@ def states_of(
     sharding, dtypes, kind = STRATEGIES[strategy], PRECISIONS[precision], OPTIMIZERS[optimizer]
     if num_gpus == 1:
         sharding = sharding._replace(weights=False, gradients=False, optimizer=False, flattens=False)
+    held = [each for each in model.parameters() if isinstance(each, Float8Weight)]
     total = sum(each.numel() for each in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     stage, full = sharding.zero_stage, torch.float32.itemsize
@@ -214,7 +216,8 @@ def states_of(
     return States(
         sharding,
         num_gpus,
-        weight_bytes=share(total, sharding.weights) * size,
+        weight_bytes=share(total - sum(each.numel() for each in held), sharding.weights) * size
+        + sum(part.nbytes for each in held for part in each.parts),
         gathered_bytes=min(total, _MAX_LIVE_PARAMETERS) * size if stage and sharding.weights else 0,
         optimizer_bytes=state_bytes + (own * full if stage else 0),
         step_bytes=step_bytes,

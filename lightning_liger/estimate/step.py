@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_ops.fp8.weights import Float8Weight
 from lightning_liger.activations.frames import tensors_in
 from lightning_liger.activations.layers import ControlledLayers, Mode, control_layers, find_layers, release_layers
 from lightning_liger.activations.profile import Profile, Recorder, Segment
@@ -65,7 +66,8 @@ def run_step(
     batch, ledger = make_batch(), Ledger()
     ledger.owner = WEIGHTS
     for parameter in model.parameters():
-        ledger.add(parameter, num_bytes=0)  # in the states
+        for tensor in parameter.parts if isinstance(parameter, Float8Weight) else [parameter]:
+            ledger.add(tensor, num_bytes=0)  # in the states
     for tensor in (*model.buffers(), *batch.values()):
         ledger.add(tensor)
     ledger.hold("workspace", WORKSPACE, _WORKSPACE_BYTES)

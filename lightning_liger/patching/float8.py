@@ -145,7 +145,7 @@ def fp8_share(model: nn.Module) -> float | None:
 
 def share_of(converted: Sequence[Any]) -> float | None:
     """The same of what :func:`converted_layers` found."""
-    in_float8, others = (sum(layers.num_products[index] for layers in converted) for index in (0, 1))
+    in_float8, others = map(sum, zip((0, 0), *(layers.take_products() for layers in converted), strict=True))
     return in_float8 / (in_float8 + others) if in_float8 + others else None
 
 

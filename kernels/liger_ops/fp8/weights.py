@@ -43,6 +43,11 @@ class Float8Weight(Tensor):
         """Its values, in its dtype."""
         return (self.payload.float() * self.scale[:, None]).to(self.dtype)
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """What is in memory."""
+        return [self.payload, self.scale]
+
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's has an argument
         return f"Float8Weight({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 

@@ -128,9 +128,7 @@ class MLPReplacement(Replacement):
             or not first.applies_to(x, projections)
         ):
             return None
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling:
-            first.count(x, projections, True)
+        first.count(x, projections, True)
         return scaled_gated_mlp(
             x,
             [each.weight for each in inputs],
@@ -138,7 +136,7 @@ class MLPReplacement(Replacement):
             activation,
             up_first=self.up_first,
             options=options,
-            before_output=None if is_compiling else end_recomputation_with,
+            before_output=None if torch.compiler.is_compiling() else end_recomputation_with,
         )
 
     def verify(self, module: nn.Module) -> float:

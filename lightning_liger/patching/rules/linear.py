@@ -45,6 +45,8 @@ class Float8Layers:
         self.members = list(members)
         self.num_products = [0, 0]
         """Products of one token and one weight in float8, and in other dtypes by modules in training mode."""
+        self.compiled_products = 0, 0
+        """The same of the last call in compiled code, until :meth:`take_products`."""
         self._shares = len(members) > 1
         self._lock = threading.RLock()
         self._waiting: tuple[Any, Hashable, dict[int, Tensor]] | None = None
@@ -81,9 +83,20 @@ class Float8Layers:
         )
 
     def count(self, x: Tensor, members: Collection[nn.Linear], in_float8: bool) -> None:
-        """Counts the products of a call."""
-        size = sum(member.out_features * member.in_features for member in members)
-        self.num_products[0 if in_float8 else 1] += x.shape[:-1].numel() * size
+        """Counts the products of a call; in compiled code, where layers run one by one, those of a whole group."""
+        is_compiling = torch.compiler.is_compiling()
+        members = self.members if is_compiling and len(members) == 1 else members
+        number = x.shape[:-1].numel() * sum(member.out_features * member.in_features for member in members)
+        if is_compiling:  # adding would depend on the sum so far, for which code is compiled anew
+            self.compiled_products = (number, 0) if in_float8 else (0, number)
+        else:
+            self.num_products[0 if in_float8 else 1] += number
+
+    def take_products(self) -> list[int]:
+        """What was counted so far, of compiled code only the last call before each of these."""
+        self.num_products = [sum(each) for each in zip(self.num_products, self.compiled_products, strict=True)]
+        self.compiled_products = 0, 0
+        return self.num_products
 
     def __call__(self, member: nn.Linear, x: Tensor, original: type[nn.Linear]) -> Tensor:
         if isinstance(x, DTensor):
@@ -92,12 +105,12 @@ class Float8Layers:
                 self.count(x, [member], True)
                 return parallel
         if not self.applies_to(x, [member]):
-            if member.training and not torch.compiler.is_compiling():
+            if member.training:
                 self.count(x, [member], False)
             return original.forward(member, x)
+        self.count(x, [member], True)
         if torch.compiler.is_compiling():
             return _run([member], x, self.recipe.options)[0]
-        self.count(x, [member], True)
         with self._lock:
             output = self._take(member, x) if self._shares else None
             members = self._partners(member, x) if self._shares and output is None else [member]
@@ -313,13 +326,25 @@ def convert(members: Sequence[nn.Linear], recipe: Float8Recipe) -> Iterator[Call
         member.__class__ = patched
         yield partial(vars(member).pop, ATTRIBUTE)
         if recipe.hold_frozen is True and not member.weight.requires_grad and not member.weight.is_meta:
-            member.weight = nn.Parameter(Float8Weight.of(member.weight), requires_grad=False)
+            _quantize(member)
             yield partial(_dequantize, member)
+
+
+def _quantize(member: nn.Linear) -> None:
+    member.weight = nn.Parameter(Float8Weight.of(member.weight), requires_grad=False)
 
 
 def _dequantize(member: nn.Linear) -> None:
     if isinstance(member.weight, Float8Weight):
         member.weight = nn.Parameter(member.weight.dequantize(), requires_grad=False)
+
+
+def hold_frozen(model: nn.Module) -> None:
+    """Holds the frozen weights of converted layers in float8, on the meta device too."""
+    for layers in converted_layers(model):
+        for member in layers.members:
+            if not member.weight.requires_grad:
+                _quantize(member)
 
 
 def gather_in_float8(model: nn.Module) -> None:

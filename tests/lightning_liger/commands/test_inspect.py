@@ -7,6 +7,7 @@ from rich.console import Console
 
 from lightning_liger.commands.inspect import _count, run_inspect, show
 from lightning_liger.estimate import inspect_model
+from lightning_liger.hardware import get_gpu
 from tests.lightning_liger.estimate.test_memory import TINY, small_gpu  # noqa: F401  # a fixture
 
 
@@ -55,7 +56,7 @@ def test_json(capsys):
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
         *("model", "model_type", "num_parameters", "num_trained", "settings", "kernels", "state_bytes", "memory"),
-        *("gpu", "unknown", "notes", "num_active", "flops_per_token"),
+        *("gpu", "unknown", "notes", "num_active", "flops_per_token", "float8_flops_per_token", "step_seconds"),
     }
     row = found["memory"][0]
     assert set(row) == {"implementation", "activations", "bytes", "largest_logits_bytes", "plan", "fits"}
@@ -76,3 +77,24 @@ def test_active_parameters_and_flops_of_a_mixture():
         show(found, console)
     assert f"{_count(found.num_active)} active" in capture.get()
     assert f"A token takes {found.flops_per_token / 1e9:.4g} GFLOP" in capture.get()
+
+
+def test_time_of_a_step_in_float8_next_to_that_without():
+    found = inspect_model("llama", config=TINY)
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        show(found, console)
+        flops = found.flops_per_token / 1e9
+        found = replace(found, gpu=get_gpu("h200-141gb"), flops_per_token=48e9, float8_flops_per_token=42e9)
+        show(found, console)
+        show(replace(found, settings=replace(found.settings, fp8=True)), console)
+    lines = [line for line in capture.get().splitlines() if "GFLOP" in line or "By its FLOPs" in line]
+    own = "GFLOP in forward and backward, of the model's own"
+    step = "By its FLOPs, a step without recomputation takes about"
+    assert lines == [
+        f"A token takes {flops:.4g} {own}.",
+        f"A token takes 48 {own}, 42 of them in float8.",
+        f"{step} 0.151 s, 0.151 s without float8.",
+        f"A token takes 48 {own}, 42 of them in float8.",
+        f"{step} 0.0993 s, 0.151 s without float8.",
+    ]

@@ -6,19 +6,26 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import AutoConfig
+from lightning import Fabric
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_liger import LigerCausalLM
+from benchmarks.records import read_results
+from benchmarks.training.dims import DIMS
+from benchmarks.training.job import Row
+from liger_ops.fp8.weights import Float8Weight
+from lightning_liger import FabricLigerSingleDeviceStrategy, LigerCausalLM
 from lightning_liger.estimate import inspect_model
-from lightning_liger.estimate.memory import HUGGING_FACE, OURS, largest
+from lightning_liger.estimate.memory import _FLOAT8_PEAK_SHARE, _PEAK_SHARE, HUGGING_FACE, OURS, largest
 from lightning_liger.estimate.models import find_config
 from lightning_liger.estimate.states import states_of
 from lightning_liger.estimate.step import OWNERS
-from lightning_liger.hardware import Gpu
+from lightning_liger.hardware import Gpu, get_gpu
+from lightning_liger.training.lora import add_adapters
 from tests.lightning_liger.estimate.test_step import SIZES
 from tests.lightning_liger.tiny import TINY_CONFIG
 
 ROOT = Path(__file__).parents[3]
+FLOAT8_RESULTS = ROOT / "benchmarks" / "results" / "fp8"
 TINY = {**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 2}
 
 
@@ -159,3 +166,75 @@ def test_float8_keeps_less_and_needs_memory_for_payloads():
     assert in_float8.num_bytes["activations"] < stored.num_bytes["activations"]
     assert found.rows[2].num_bytes["activations"] > plain.rows[2].num_bytes["activations"]
     assert found.as_dict()["settings"]["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "plan", "gpu"),
+    [
+        ("llama3_8b", "llama3_8b_h200", "110GiB", "h200-141gb"),
+        ("llama3_8b", "llama3_8b_h200", "72.9GiB", "h200-141gb"),
+        ("llama3_8b", "llama3_8b_h200", "61.3GiB", "h200-141gb"),
+        ("llama3_1b", "llama3_1b_h200", "none", "h200-141gb"),
+        ("qwen3_8b", "qwen3_8b_h100", "72GiB", "h100-80gb"),
+    ],
+)
+def test_float8_is_as_much_faster_as_measured_within_a_tenth(monkeypatch, model, name, plan, gpu):
+    monkeypatch.setattr("lightning_liger.estimate.memory.run_step", MagicMock(side_effect=NotImplementedError))
+    dims, rows = DIMS[model], list(map(Row.from_json, read_results(FLOAT8_RESULTS / f"train_{name}.jsonl").lines))
+    before, after = (next(row for row in rows if row.arm == f"{arm}:{plan}") for arm in ("ours", "ours_fp8"))
+    config = dims.sizes | {"num_hidden_layers": dims.num_layers}
+    found = inspect_model(dims.model_type, config=config, batch_size=before.batch_size, gpu=gpu, fp8=True)
+    slow, fast = found.step_seconds(False), found.step_seconds(True)
+    assert slow / fast == pytest.approx(after.tokens_per_second / before.tokens_per_second, rel=0.1)
+    assert found.as_dict()["step_seconds"] == fast
+    num_tokens = before.batch_size * before.sequence_length
+    if plan == "110GiB":  # in which nothing is recomputed
+        assert 0.9 < slow * before.tokens_per_second / num_tokens < 1
+        assert 0.9 < fast * after.tokens_per_second / num_tokens < 1
+
+
+def test_assumed_shares_of_the_peaks_are_those_of_a_layer():
+    gpu = get_gpu("h200-141gb")
+    lines = read_results(FLOAT8_RESULTS / "layer_h200.jsonl").lines
+    for contender, peak, share in (
+        ("bfloat16", gpu.bfloat16_flops, _PEAK_SHARE),
+        ("float8", gpu.float8_flops, _FLOAT8_PEAK_SHARE),
+    ):
+        layer = ("llama3_8b", "layer", contender)
+        (line,) = (each for each in lines if (each["model"], each["kind"], each["contender"]) == layer)
+        assert line["flops"] / (line["ms"] / 1e3) == pytest.approx(share * peak, rel=0.01)
+
+
+LARGE = {**TINY, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 1}
+"""A model whose MLP is large enough for float8."""
+
+
+def test_no_flops_in_float8_where_calls_have_too_few_tokens():
+    found = [inspect_model("llama", config=LARGE, seq_len=length, fp8=True) for length in (2047, 2048)]
+    assert [each.float8_flops_per_token for each in found] == [0, 6 * 3 * 2048 * 4096]
+
+
+def test_frozen_weights_take_the_bytes_that_a_model_in_float8_holds():
+    pytest.importorskip("peft")
+    lora = {"r": 2, "target_modules": ["down_proj"]}
+    options = {"config": LARGE, "lora": lora, "fp8": True}
+    single, ddp, sharded, whole = (
+        inspect_model("llama", **options, strategy=strategy, num_gpus=num_gpus)
+        for strategy, num_gpus in (("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp", 1))
+    )
+    config = AutoConfig.for_model("llama", **LARGE)
+    model = add_adapters(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), lora)
+    strategy = FabricLigerSingleDeviceStrategy(fp8=True)
+    module = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true").setup_module(model)
+    held = [each for each in module.parameters() if isinstance(each, Float8Weight)]
+    assert sum(each.numel() for each in held) == 3 * 2048 * 4096
+    others = [each for each in module.parameters() if not isinstance(each, Float8Weight)]
+    num_bytes = sum(each.nbytes for each in others) + sum(each.payload.nbytes + each.scale.nbytes for each in held)
+    assert single.state_bytes["weights"] == ddp.state_bytes["weights"] == num_bytes
+    assert whole.state_bytes["weights"] == 2 * whole.num_parameters
+    assert sharded.state_bytes["weights"] == pytest.approx(whole.num_parameters, abs=2)
+    for row, other in zip(single.rows, whole.rows, strict=True):
+        is_held = row.implementation == OURS
+        saved = 3 * 2048 * 4096 - 4 * (2 * 4096 + 2048) if is_held else 0
+        assert other.num_bytes["weights"] - row.num_bytes["weights"] == saved
+        assert row.num_bytes["activations"] <= other.num_bytes["activations"]  # payloads are no activations

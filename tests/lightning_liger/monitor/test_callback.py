@@ -1,6 +1,7 @@
 """``LigerMonitor`` in a fit: its numbers, where they appear, and what it costs."""
 
 import csv
+import functools
 import warnings
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -114,10 +115,14 @@ def test_numbers_are_exact_in_loggers_results_bar_and_page(tmp_path, clock, caps
         assert text in printed
 
 
-def test_products_in_float8_count_against_their_own_peak(tmp_path, clock, monkeypatch, capsys):
+@pytest.mark.parametrize("scope", [False, "layers", "model"])
+def test_products_in_float8_count_against_their_own_peak(tmp_path, clock, monkeypatch, capsys, scope):
+    torch.compiler.reset()
     monkeypatch.setattr(callback_module, "_device", lambda trainer: ("GPU", PEAK, 2 * PEAK))
-    monitor, module = LigerMonitor(skip_steps=0), LM(build=lambda module: tiny_llama(use_cache=False))
-    strategy = LigerSingleDeviceStrategy(fp8=Float8Recipe(filter=["*"], min_tokens=1))
+    build = functools.partial(tiny_llama, use_cache=False, num_hidden_layers=1)
+    monitor, module = LigerMonitor(skip_steps=0), LM(build=lambda module: build())
+    recipe = Float8Recipe(filter=["*"], min_tokens=1)
+    strategy = LigerSingleDeviceStrategy(fp8=recipe, compile={"scope": scope, "backend": "aot_eager"})
     trainer = make_trainer(clock, monitor, root=tmp_path, strategy=strategy)
     trainer.fit(module, clock.loader(), make_loader(1, 1))  # validation is not in float8, and does not count
     layers = [each for name, each in module.named_modules() if isinstance(each, nn.Linear) and "lm_head" not in name]

@@ -6,6 +6,7 @@ import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import Float8Options
 from liger_ops.fp8.weights import Float8Weight
 from lightning_liger import Float8Recipe, apply_liger_kernels
-from lightning_liger.patching.float8 import check_float8, fp8_share
+from lightning_liger.patching.float8 import check_float8, converted_layers, fp8_share
 from lightning_liger.patching.rules.linear import convert, layers_of, measure_error
 from tests.liger_ops.accuracy import few
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
@@ -315,6 +316,37 @@ def test_layers_to_skip_that_are_not_found_are_told(skip_layers: tuple[int, int]
 def test_weights_without_float8_products_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"fp8 needs weights of bfloat16 or float32, got {dtype} of 'model.layers.0"):
         apply_liger_kernels(tiny_llama().to(dtype), fp8=EVERY)
+
+
+def test_compiled_code_counts_as_eager_code_and_is_not_compiled_again_for_that() -> None:
+    class Projections(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.out = nn.Linear(32, 48), nn.Linear(32, 16), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            whole = torch.cat([self.q_proj(x), self.k_proj(x)], dim=-1)
+            return self.out(whole[: len(x) // 2])  # of half as many tokens
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        num_graphs.append(len(num_graphs))
+        return graph.forward
+
+    counts, num_graphs = [], list[int]()
+    for compiles in (False, True):
+        torch.compiler.reset()
+        model = Projections()
+        apply_liger_kernels(model, "none", fp8=Float8Recipe(filter=["*"], min_tokens=8))
+        run = torch.compile(model, backend=backend, dynamic=False) if compiles else model
+        counts.append([])
+        for num_tokens in (16, 14, 6, 16, 14, 6):  # all in float8, all but the last layer, none
+            run(torch.randn(num_tokens, 32))
+            numbers = [list(layers.take_products()) for layers in converted_layers(model)]
+            counts[-1].append((fp8_share(model), numbers))
+            assert fp8_share(model) == counts[-1][-1][0]  # a call counts once
+    assert counts[0] == counts[1]
+    assert [share for share, _ in counts[0]] == [1.0, pytest.approx(1 - 7 * 64 / (30 * 64 + 15 * 64)), *[ANY] * 4]
+    assert len(num_graphs) == 3
 
 
 def test_frozen_weights_held_in_float8() -> None:

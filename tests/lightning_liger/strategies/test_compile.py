@@ -17,7 +17,7 @@ from lightning_liger import (
     LigerModelParallelStrategy,
     LigerSingleDeviceStrategy,
 )
-from lightning_liger.patching.float8 import Float8Recipe
+from lightning_liger.patching.float8 import Float8Recipe, fp8_share
 from lightning_liger.strategies.parts.compilation import Compilation
 from tests.lightning_liger.strategies.workers.distributed import LM, build_model, make_batches
 from tests.lightning_liger.strategies.workers.trainings import (
@@ -122,7 +122,7 @@ def test_layers_are_one_graph_and_copies_are_not_compiled(one_process: Any) -> N
 
 
 def test_gradients_of_float8_are_as_near_when_compiled() -> None:
-    found = []
+    found, shares = [], []
     recipe = Float8Recipe(filter=["*"], min_tokens=1)
     for options in ({}, {"fp8": recipe}, {"fp8": recipe, "compile": LAYERS}):
         torch.compiler.reset()
@@ -131,7 +131,9 @@ def test_gradients_of_float8_are_as_near_when_compiled() -> None:
         fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=1, precision="bf16-mixed")
         fabric.backward(fabric.setup_module(model)(**tiny_batch()).loss)
         found.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+        shares.append(fp8_share(model))
     wide, eager, compiled = found
+    assert shares == [None, 1.0, 1.0]
     assert 0.01 < (eager - wide).norm() / wide.norm() < 0.5  # it does multiply in float8
     assert (compiled - wide).norm() < 1.2 * (eager - wide).norm()
 
