@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,29 @@ def test_pinned_versions_are_those_that_the_project_accepts():
         assert (DEPENDENCIES | DEVELOPMENT)[name].specifier.contains(specifier.version), pinned
 
 
+def test_upper_bounds_follow_what_the_tests_passed_with():
+    raised = runpy.run_path(str(ROOT / ".ci" / "bounds.py"))["raised"]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = {name: re.search(r"<(\d+)\.(\d+)", str(each.specifier)) for name, each in DEPENDENCIES.items()}
+    bounded = {name: (int(each[1]), int(each[2])) for name, each in found.items() if each}
+    assert bounded.keys() == {"torch", "triton", "lightning", "transformers"}
+    assert raised(text, {name: f"{major}.{minor - 1}.3" for name, (major, minor) in bounded.items()}) == (text, [])
+    newest = {name: f"{major}.{minor}.1+cpu" for name, (major, minor) in bounded.items()} | {"torch": "3.0.0rc1"}
+    del newest["triton"]
+    written, changes = raised(text, newest)
+    assert [change.split(":")[0] for change in changes] == list(newest)
+    requirements = {each.name: each for each in map(Requirement, tomllib.loads(written)["project"]["dependencies"])}
+    for name, before in DEPENDENCIES.items():
+        after = requirements[name]
+        if name not in newest:
+            assert after == before
+            continue
+        major, minor, *_ = newest[name].split(".")
+        assert after.specifier.contains(f"{major}.{minor}.9")
+        assert not after.specifier.contains(f"{major}.{int(minor) + 1}.0")
+        assert {each for each in before.specifier if each.operator != "<"} < set(after.specifier)
+
+
 def test_workflows_and_the_readme_call_targets_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     workflows = [ROOT / ".ci" / "run", ROOT / "README.md", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
@@ -88,7 +112,10 @@ def test_newest_versions_are_tried_each_week_and_break_into_an_issue():
     )
     assert newest[True]["schedule"]  # YAML reads "on" as a boolean
     assert newest["permissions"] == {"contents": "read", "issues": "write"}
-    *_, tests, issue = newest["jobs"]["newest"]["steps"]
+    bounds = newest["jobs"]["bounds"]  # which alone may write, and runs nothing that was installed
+    assert (bounds["needs"], "pip" in bounds["steps"][-1]["run"]) == ("newest", False)
+    *_, tests, passed, issue = newest["jobs"]["newest"]["steps"]
+    assert "versions=" in passed["run"]
     assert "make newest" in tests["run"]
     assert (issue["if"], "gh issue create" in issue["run"]) == ("failure()", True)
     assert "pull_request" not in gpu[True]  # whose code must not run on a machine of one's own
