@@ -149,7 +149,7 @@ class CheapTensors:
                 self._by_node[output.grad_fn, output.output_nr] = made
 
     def forget(self) -> None:
-        """After the run: autograd keeps :meth:`pack` as long as what it packed, and so would all inputs of calls live."""
+        """After the run: autograd holds :meth:`pack` as long as what it packed; so would all inputs live."""
         self._made.clear()
         self._by_node.clear()
 

@@ -216,8 +216,10 @@ def inspect_model(
     strategy = ("single" if num_gpus == 1 else "fsdp") if strategy is None else strategy
     check_choices(strategy, num_gpus, precision, optimizer)
     found = None if gpu is None else get_gpu(gpu)
-    if fp8 and found is not None and found.float8_flops is None:
-        raise wrong_value("fp8", f"False for {found.name}, which has no float8 products", fp8)
+    if fp8 and found is not None and (found.float8_flops is None or found.name.startswith("AMD")):
+        raise wrong_value("fp8", f"False for {found.name}, on which no float8 products run", fp8)
+    if fp8 and strategy == "deepspeed_stage_3":
+        raise wrong_value("fp8", "False with strategy='deepspeed_stage_3', which frees weights between products", fp8)
     if found is not None and memory_budget is None:
         memory_budget = "auto"
     budget, limit = _limit(memory_budget, found), None if found is None else _limit("auto", found)
@@ -229,7 +231,7 @@ def inspect_model(
         hold_frozen(built)
     models = {OURS: built, HUGGING_FACE: plain}
     states = {name: states_of(each, strategy, num_gpus, precision, optimizer) for name, each in models.items()}
-    converted = [each for each in converted_layers(built) if batch_size * seq_len >= each.recipe.min_tokens]
+    converted = [each for each in converted_layers(built) if batch_size * seq_len >= each.min_tokens]
     result = Inspection(
         model=model,
         model_type=built.config.model_type,

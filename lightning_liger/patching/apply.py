@@ -11,8 +11,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from liger_ops.arguments import check_choice, check_integer, did_you_mean, wrong_type, wrong_value
+from lightning_liger.activations.layers import find_layers
 from lightning_liger.lazy.logits import loss_wanted
-from lightning_liger.patching.float8 import Float8Choice, Float8Recipe, check_device, check_float8, converted_layers
+from lightning_liger.patching.float8 import (
+    Float8Choice,
+    Float8Recipe,
+    check_device,
+    check_float8,
+    converted_layers,
+    with_min_tokens,
+)
 from lightning_liger.patching.report import PatchEntry, PatchReport
 from lightning_liger.patching.rules import RULES
 from lightning_liger.patching.rules.adapters import AdapterRule
@@ -111,7 +119,7 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto", fp8: F
     if isinstance(model, torch.jit.ScriptModule):
         raise wrong_type("model", "a torch.nn.Module that TorchScript has not compiled", model)
     found = list(_find_replacements(model, chosen))
-    linears = [] if recipe is None else _find_linears(model, recipe, found)
+    recipe, linears = (None, []) if recipe is None else _find_linears(model, recipe, found)
     report = PatchReport(_merged(each[1] for each in (*found, *linears)))
     _check_all_found([name for name, options in _named(kernels).items() if options is not False], report.entries)
     try:
@@ -133,8 +141,8 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto", fp8: F
     return report
 
 
-def _find_linears(model: nn.Module, recipe: Float8Recipe, found: Sequence[Any]) -> list[Any]:
-    """The linear layers of ``model``, in groups that share their input, and what the report says of each group."""
+def _find_linears(model: nn.Module, recipe: Float8Recipe, found: Sequence[Any]) -> tuple[Float8Recipe, list[Any]]:
+    """The recipe for ``model``, its linear layers, in groups that share their input, and lines of the report."""
     for device in {parameter.device for parameter in model.parameters()}:
         check_device(recipe, device)
     replacements = [(module, replacement) for module, _, replacement in found]
@@ -145,7 +153,15 @@ def _find_linears(model: nn.Module, recipe: Float8Recipe, found: Sequence[Any]) 
         reasons = dict.fromkeys(f"{entry.structure}: {entry.reason}" for _, entry in groups)
         shown = "; ".join(list(reasons)[:3]) or "it has no linear layers"
         rank_zero_warn(f"lightning-liger: fp8={recipe} converted nothing in {type(model).__name__} ({shown})")
-    return groups
+    converted = [members for members, entry in groups if entry.replacement]
+    num_weights = sum(member.weight.numel() for members in converted for member in members)
+    recipe = with_min_tokens(recipe, num_weights, len(find_layers(model)))
+    least = f", from {recipe.min_tokens:,} tokens on"
+    groups = [
+        (members, replace(entry, replacement=entry.replacement + least) if entry.replacement else entry)
+        for members, entry in groups
+    ]
+    return recipe, groups
 
 
 def _warn_of_nothing_replaced(model: nn.Module, kernels: KernelChoice, report: PatchReport) -> None:

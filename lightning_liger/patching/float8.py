@@ -1,8 +1,9 @@
 """``fp8=``: which linear layers multiply in float8, and how."""
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,8 @@ class Float8Recipe:
             loses precision in long sums; of outputs at most for 8192 terms.
         filter: The layers to convert, out of those that can be; ``"auto"`` excludes those too small to benefit.
         skip_layers: How many of the first and of the last layers of the model to exclude.
-        min_tokens: Calls with fewer tokens multiply in the dtype of the model.
+        min_tokens: Calls with fewer tokens multiply in the dtype of the model. ``"auto"``: 2048, and with
+            ``filter="auto"`` more if layers are small, where Python takes longer for further kernels than they save.
         save: ``"fp8"`` keeps the gate and up projections of gated MLPs for backward in float8: less memory, and
             gradients with one additional rounding.
         evaluate: Whether modules in eval mode use float8 too.
@@ -50,7 +52,7 @@ class Float8Recipe:
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
     filter: Filter = "auto"
     skip_layers: tuple[int, int] = (0, 0)
-    min_tokens: int = 2048
+    min_tokens: int | Literal["auto"] = "auto"
     save: Literal["auto", "fp8"] = "auto"
     evaluate: bool = False
     hold_frozen: Literal["auto"] | bool = "auto"
@@ -63,7 +65,8 @@ class Float8Recipe:
         check_choice("hold_frozen", self.hold_frozen, ("auto", True, False))
         for name in ("high_precision_wgrad", "evaluate", "all_gather", "emulate"):
             check_bool(name, getattr(self, name))
-        check_integer("min_tokens", self.min_tokens, at_least=1)
+        if self.min_tokens != "auto":
+            check_integer("min_tokens", self.min_tokens, at_least=1)
         for name, size, kind in (("fast_accum", 3, bool), ("skip_layers", 2, int)):
             value = getattr(self, name)
             is_right = isinstance(value, Sequence) and len(value) == size and all(type(each) is kind for each in value)
@@ -130,6 +133,21 @@ _FLOPS_PER_BYTE = 128
 difference of 660 and 1230 TFLOP/s, and moves 6 bytes for each input and 5 for each output at 4 TB/s."""
 _LEAST_WEIGHTS = 2**23
 """Layers with fewer weights take less time on the GPU than Python needs for their further kernels."""
+
+
+MIN_TOKENS = 2048
+_LEAST_PRODUCTS = 3e11
+"""Tokens times weights of a decoder layer: its products then save a millisecond on an H200. A step of Llama 3.2 1B, 50M
+such weights, is slower with float8 for 4096 tokens, and faster for 8192 (``train_llama3_1b_few_tokens_h200.jsonl``)."""
+
+
+def with_min_tokens(recipe: Float8Recipe, num_weights: int, num_layers: int) -> Float8Recipe:
+    """The recipe with a number of tokens, for a model with so many decoder layers and weights that it converts."""
+    if recipe.min_tokens != "auto":
+        return recipe
+    is_chosen = recipe.filter != "auto" or not num_weights
+    least = 0 if is_chosen else math.ceil(_LEAST_PRODUCTS * max(1, num_layers) / num_weights)
+    return replace(recipe, min_tokens=max(MIN_TOKENS, least))
 
 
 def is_too_small(out_features: int, in_features: int) -> bool:

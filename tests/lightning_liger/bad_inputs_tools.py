@@ -36,7 +36,9 @@ INSPECT: list[tuple[Any, ...]] = [
     ({"num_gpus": 2, "strategy": "single"}, "num_gpus", "2", "single"),
     ({"precision": "bf16-mixed"}, "precision", "bf16-mixed", "fsdp"),
     ({"memory_budget": 0.5}, "memory_budget", "0.5", "gpu"),
-    ({"fp8": True, "gpu": "a100-80gb"}, "fp8", "True", "A100 80GB (SXM), which has no float8"),
+    ({"fp8": True, "gpu": "a100-80gb"}, "fp8", "True", "A100 80GB (SXM), on which no float8"),
+    ({"fp8": True, "gpu": "mi300x-192gb"}, "fp8", "True", "AMD Instinct MI300X 192GB, on which no float8"),
+    ({"fp8": True, "strategy": "deepspeed_stage_3"}, "fp8", "True", "frees weights"),
     ({"memory_budget": 100, "gpu": "h100-80gb"}, "memory_budget", "100", "at most 79.1 GiB"),
 ]
 

@@ -23,7 +23,7 @@ from lightning_liger.activations.cheap import count_writes
 from lightning_liger.activations.frames import end_recomputation_with
 from lightning_liger.activations.layers import find_layers
 from lightning_liger.activations.tiles import has_hooks
-from lightning_liger.patching.float8 import ATTRIBUTE, Float8Recipe, converted_layers, is_too_small
+from lightning_liger.patching.float8 import ATTRIBUTE, MIN_TOKENS, Float8Recipe, converted_layers, is_too_small
 from lightning_liger.patching.report import PatchEntry
 from lightning_liger.patching.rules.base import Randoms, Replacement
 from lightning_liger.patching.verify import Mismatch
@@ -42,6 +42,7 @@ class Float8Layers:
 
     def __init__(self, recipe: Float8Recipe, members: Sequence[nn.Linear]) -> None:
         self.recipe = recipe
+        self.min_tokens = MIN_TOKENS if recipe.min_tokens == "auto" else recipe.min_tokens
         self.members = list(members)
         self.num_products = [0, 0]
         """Products of one token and one weight in float8, and in other dtypes by modules in training mode."""
@@ -76,7 +77,7 @@ class Float8Layers:
         autocast = autocast_dtype(x.device.type)
         return (
             (member.training or self.recipe.evaluate)
-            and x.shape[:-1].numel() >= self.recipe.min_tokens
+            and x.shape[:-1].numel() >= self.min_tokens
             and x.dtype in DTYPES
             and member.weight.dtype in DTYPES
             and (x.dtype == member.weight.dtype if autocast is None else autocast == torch.bfloat16)

@@ -1,5 +1,6 @@
 """Inspections of models: rows, what fits, models by folder, name and architecture, the measured error."""
 
+import math
 import re
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -210,7 +211,8 @@ LARGE = {**TINY, "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_lay
 
 
 def test_no_flops_in_float8_where_calls_have_too_few_tokens():
-    found = [inspect_model("llama", config=LARGE, seq_len=length, fp8=True) for length in (2047, 2048)]
+    least = math.ceil(3e11 / (3 * 2048 * 4096))
+    found = [inspect_model("llama", config=LARGE, seq_len=length, fp8=True) for length in (least - 1, least)]
     assert [each.float8_flops_per_token for each in found] == [0, 6 * 3 * 2048 * 4096]
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import Float8Options
@@ -225,6 +226,36 @@ def test_layers_are_converted_without_gradients_and_under_another_default_device
         apply_liger_kernels(model, fp8=EVERY)
     train_step(model)
     assert fp8_share(model) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recipe", "least"),
+    [
+        ((2048, 8192, 32, 8, 16), {}, 5961),  # Llama 3.2 1B: slower with 4096 tokens, faster with 8192
+        ((4096, 14336, 32, 8, 32), {}, 2048),  # Llama 3 8B
+        ((2048, 8192, 32, 8, 16), {"min_tokens": 77}, 77),
+        ((2048, 8192, 32, 8, 16), {"filter": ["*mlp*"]}, 2048),
+        ((64, 128, 4, 2, 2), {}, None),  # nothing is converted
+    ],
+)
+def test_small_layers_need_more_tokens_by_default(sizes: Any, recipe: dict[str, Any], least: int | None) -> None:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**dict(zip(names, sizes, strict=True)))).bfloat16()
+    if least is None:
+        with pytest.warns(match="converted nothing"):
+            apply_liger_kernels(model, fp8=Float8Recipe(**recipe))
+        return
+    report = apply_liger_kernels(model, fp8=Float8Recipe(**recipe))
+    converted = converted_layers(model)
+    assert {each.min_tokens for each in converted} == {least}
+    lines = [each.replacement for each in report.entries if each.kernel == "fp8" and each.replacement]
+    assert lines
+    assert all(line.endswith(f", from {least:,} tokens on") for line in lines)
+    layers = converted[0]
+    for num_tokens in (least - 1, least):
+        x = torch.empty(1, num_tokens, layers.members[0].in_features, dtype=torch.bfloat16, device="meta")
+        assert layers.applies_to(x, layers.members) == (num_tokens == least)
 
 
 def test_hooks_on_a_layer_are_run() -> None:
