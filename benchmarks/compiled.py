@@ -139,8 +139,8 @@ def _step(dtype: torch.dtype) -> None:
         adamw._Update(*tensors[:2], (*tensors[:2], *moments), step, group, scales)._launch()
     batch = gradients.Batch(())
     batch._alike[dtype] = list(tensors)
-    batch._launch(gradients._square_sums_kernel, dtype)
-    batch._launch(gradients._multiply_kernel, dtype, torch.empty(()))
+    batch._square_sum(dtype)
+    batch._multiply(dtype, torch.empty(()))
     for width, softcap in ((515, None), (32768, 30.0)):
         logits, temperature = torch.empty(512, width, dtype=dtype).requires_grad_(), torch.empty(512)
         labels, options = torch.empty(512, dtype=torch.int64), {"temperature": temperature, "softcap": softcap}

@@ -5,7 +5,7 @@ step. With one they take rows for what they are where nothing says anything abou
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,8 +53,16 @@ def uses_cache(model: PreTrainedModel) -> bool:
     return any(getattr(each, "use_cache", None) for each in configs)
 
 
+def can_use(model: PreTrainedModel, inputs: Mapping[str, Any]) -> bool:
+    """Whether a call with ``inputs`` neither wants a cache nor says anything about positions."""
+    given = {name for name, value in inputs.items() if value is not None}
+    wants_cache = inputs.get("use_cache")
+    wants_cache = uses_cache(model) if wants_cache is None else wants_cache
+    return CACHE not in inputs and given <= _OTHERS and not wants_cache
+
+
 def give_empty_cache(model: nn.Module) -> list[Callable[[], None]]:
-    """Has calls that neither want a cache nor say anything about positions use one; returns what undoes it."""
+    """Has calls that :func:`can_use` one get an empty cache; returns what undoes it."""
     pretrained = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     cache = None if pretrained is None or _is_given_one(pretrained) else make_empty_cache(pretrained)
     if pretrained is None or cache is None:
@@ -70,13 +78,8 @@ def _is_given_one(model: nn.Module) -> bool:
 
 
 def _before_forward(cache: EmptyCache, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch.compiler.is_compiling() or len(args) > 1 or CACHE in kwargs:
-        return None
-    given = {name for name, value in kwargs.items() if value is not None}
-    wants_cache = kwargs.get("use_cache")
-    if not given <= _OTHERS or (uses_cache(model) if wants_cache is None else wants_cache):
-        return None
-    return (args, kwargs | {CACHE: cache}) if model.config.return_dict else None
+    is_plain = not torch.compiler.is_compiling() and len(args) <= 1 and model.config.return_dict
+    return (args, kwargs | {CACHE: cache}) if is_plain and can_use(model, kwargs) else None
 
 
 def _after_forward(cache: EmptyCache, model: Any, args: tuple[Any, ...], output: Any) -> Any:

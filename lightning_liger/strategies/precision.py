@@ -58,7 +58,8 @@ class GradientClipping(Precision):
     def connect(self, model: Module, optimizers: Any, lr_schedulers: Any) -> Any:
         """Keeps the wrapped model: FSDP takes the norm of sharded gradients at its root."""
         self._model = model
-        self._is_sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        is_sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        self._units = model if is_sharded else Module()  # of FSDP, not looked for in each step
         return super().connect(model, optimizers, lr_schedulers)
 
     def clip_gradients(
@@ -86,7 +87,7 @@ class GradientClipping(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.main_params(optimizer))
-        norm = clip_gradient_norm(self._model if self._is_sharded else Module(), parameters, clip_val)
+        norm = clip_gradient_norm(self._units, parameters, clip_val)
         module = self._model if isinstance(self._model, L.LightningModule) else self._model.module
         assert isinstance(module, L.LightningModule)
         module.log("grad_norm", norm, on_step=True, on_epoch=False)

@@ -16,7 +16,7 @@ from transformers.utils import TransformersKwargs
 from liger_ops.arguments import did_you_mean, shown
 from lightning_liger.lazy.logits import LazyLogits
 from lightning_liger.sequences.context_parallel import CACHE
-from lightning_liger.sequences.empty_cache import EmptyCache, make_empty_cache, uses_cache
+from lightning_liger.sequences.empty_cache import EmptyCache, can_use, make_empty_cache, uses_cache
 
 # Not among the named arguments of all models that take them, but read by attention and by layers of Mamba.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -83,8 +83,7 @@ class LanguageModel:
         takes_it = not self.known_keys or "use_cache" in self.known_keys
         if self.pretrained is not None and takes_it and uses_cache(self.pretrained):
             inputs.setdefault("use_cache", False)
-        says_nothing = not inputs.get("use_cache") and inputs.keys() <= {"input_ids", "use_cache"}
-        if self._empty_cache is not None and says_nothing:
+        if self.pretrained is not None and self._empty_cache is not None and can_use(self.pretrained, inputs):
             inputs[CACHE] = self._empty_cache
 
     def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:

@@ -72,7 +72,7 @@ class Float8Weight(Tensor):
                 device = kwargs.get("device")
                 parts = [each.to(device or each.device, copy=True) for each in (weight.payload, weight.scale)]
             else:
-                parts = [func(each) for each in (weight.payload, weight.scale)]
+                parts = [func(each) for each in weight.parts]
             return Float8Weight(parts[0], parts[1], kwargs.get("dtype") or weight.dtype)
         if func._schema.is_mutable and any(isinstance(each, cls) for each in _written(func, args, kwargs)):
             if func is not torch.ops.aten.copy_.default or args[0].requires_grad:

@@ -99,7 +99,7 @@ class Batch:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._alike: dict[Any, list[Tensor]] = {}
         self._others: list[Tensor] = []
-        self._tables: dict[Any, tuple[Tensor, ...]] = {}
+        self._known: dict[Any, dict[str, Any]] = {}
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()  # with its copies
         runs_now = not is_captured and not backend.is_traced()
         launches: dict[Any, bool] = {}
@@ -114,31 +114,36 @@ class Batch:
             else:
                 self._others.append(each)
 
-    def _launch(self, kernel: backend.Kernel, kind: Any, factor: Tensor | None = None) -> Tensor:
-        """Launches a kernel on tensors of one dtype and device; returns the sums, or the factor."""
-        tensors = self._alike[kind]
-        first = tensors[0]
-        if kind not in self._tables:
+    def _arguments(self, kind: Any) -> dict[str, Any]:
+        """What a launch on the tensors of one dtype and device tells of them; made once."""
+        if kind not in self._known:
+            tensors = self._alike[kind]
+            first = tensors[0]
             # From pinned memory the host does not wait for the copy.
             addresses, pin = [each.data_ptr() for each in tensors], first.is_cuda
             on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=pin)
-            sizes = tuple([each.numel() for each in tensors])
-            self._tables[kind] = on_host.to(first.device, non_blocking=True), *_chunks(sizes, first.device)
-        addresses_table, sizes_table, owners, firsts = self._tables[kind]
-        written = first.new_empty(len(owners), dtype=torch.float32) if factor is None else factor
-        kernel.launch(
-            len(owners),
-            num_warps=_NUM_WARPS,
-            **{"sums_ptr" if factor is None else "factor_ptr": written},
-            addresses_ptr=addresses_table,
-            sizes_ptr=sizes_table,
-            owners_ptr=owners,
-            firsts_ptr=firsts,
-            DTYPE=_POINTED[first.dtype],
-            CHUNK=_CHUNK,
-            BLOCK_SIZE=_BLOCK_SIZE,
-        )
-        return written
+            sizes, owners, firsts = _chunks(tuple([each.numel() for each in tensors]), first.device)
+            self._known[kind] = {
+                "num_programs": len(owners),
+                "num_warps": _NUM_WARPS,
+                "addresses_ptr": on_host.to(first.device, non_blocking=True),
+                "sizes_ptr": sizes,
+                "owners_ptr": owners,
+                "firsts_ptr": firsts,
+                "DTYPE": _POINTED[first.dtype],
+                "CHUNK": _CHUNK,
+                "BLOCK_SIZE": _BLOCK_SIZE,
+            }
+        return self._known[kind]
+
+    def _square_sum(self, kind: Any) -> Tensor:
+        arguments = self._arguments(kind)
+        sums = torch.empty_like(arguments["owners_ptr"], dtype=torch.float32)
+        _square_sums_kernel.launch(sums_ptr=sums, **arguments)
+        return sums.sum()
+
+    def _multiply(self, kind: Any, factor: Tensor) -> None:
+        _multiply_kernel.launch(factor_ptr=factor, **self._arguments(kind))
 
     @torch.no_grad()
     def norm(self, device: torch.device, norm_type: float = 2.0) -> Tensor:
@@ -148,7 +153,7 @@ class Batch:
         """
         norms, others = [], self._others
         if norm_type == 2.0:
-            norms = [self._launch(_square_sums_kernel, kind).sum().sqrt() for kind in self._alike]
+            norms = [self._square_sum(kind).sqrt() for kind in self._alike]
         else:
             others = [*others, *chain.from_iterable(self._alike.values())]
         for tensor in others:
@@ -163,7 +168,7 @@ class Batch:
     def multiply_(self, factor: Tensor) -> None:
         """Multiplies in place by a scalar of at least float32, in which kernels multiply and round once."""
         for kind, tensors in self._alike.items():
-            self._launch(_multiply_kernel, kind, factor.to(tensors[0].device, torch.float32))
+            self._multiply(kind, factor.to(tensors[0].device, torch.float32))
             increment_version(tensors)
         for tensor in self._others:
             tensor.mul_(factor.to(tensor.device))

@@ -33,7 +33,7 @@ def _parts(model: Module, parameters: Sequence[Tensor]) -> dict[tuple[Any, ...],
         gradient = parameter.grad
         key: tuple[Any, ...] = (units[parameter],) if parameter in units else ()
         if isinstance(gradient, DTensor):
-            gradient = _summed(gradient)
+            parameter.grad = gradient = _summed(gradient)
             mesh, spread = gradient.device_mesh, [not each.is_replicate() for each in gradient.placements]
             key = tuple(mesh.get_group(dim) for dim, is_spread in enumerate(spread) if is_spread)
             gradient = gradient.to_local()
@@ -83,11 +83,8 @@ def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: fl
                 f" {len(outside)} of {len(parameters)} are in none, such as {first!r} of shape"
                 f" {tuple(outside[0].shape)}: ranks do not average their gradients. Wrap or freeze them."
             )
-    for parameter in parameters:
-        if isinstance(parameter.grad, DTensor):
-            parameter.grad = _summed(parameter.grad)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     parts = _parts(model, parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = _norm_over_ranks(parts, parameters, _device_of(roots, gradients), norm_type)
     if not math.isinf(max_norm):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
