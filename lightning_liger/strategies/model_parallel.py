@@ -101,8 +101,8 @@ class _Shards(CommonStrategy):
         check_tied_units(model, in_order, tied_pairs(model))
         if mesh["tensor_parallel"].size() > 1 and not is_distributed(model):
             parallelize(model, mesh["tensor_parallel"])
-        if mesh["data_parallel"].size() > 1:  # one rank gathers nothing
-            gather_in_float8(model)
+        if (num_ranks := mesh["data_parallel"].size()) > 1:  # one rank gathers nothing
+            gather_in_float8(model, num_ranks)
         experts, whole = self._experts.split(model, self.root_device)
         whole |= whole_parameters(model)
         for unit in units:

@@ -106,10 +106,10 @@ def plain(weight: Tensor) -> Tensor:
     return weight.plain() if isinstance(weight, Float8Shard) else weight
 
 
-def quantize_weights(weights: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """The payloads ``[N_i, K]`` of weights, one below the other in memory, and the scales of all, ``[N]``.
+def quantize_weights(weights: Sequence[Tensor], *, together: bool = False) -> tuple[list[Tensor], Tensor]:
+    """The payloads ``[N_i, K]`` of weights, or, if asked for, of all ``together``, and the scales of all, ``[N]``.
 
-    Those of weights that are held in float8 stay where they are.
+    Those of weights that are held in float8 stay where they are, unless they are joined.
     """
     sizes = [weight.shape[0] for weight in weights]
     scale = weights[0].new_empty(sum(sizes), dtype=torch.float32)
@@ -123,20 +123,10 @@ def quantize_weights(weights: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
             scales.copy_(weight.scale)
         else:
             payloads.append(quantize_rows(weight, payload=next(rest), scale=scales)[0])
+    if together and len(payloads) > 1:
+        is_one = len(quantized) == len(weights)
+        payloads = [memory if is_one else torch.cat([each.view(torch.uint8) for each in payloads]).view(E4M3)]
     return payloads, scale
-
-
-def joined(payloads: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """Payloads of :func:`quantize_weights` as one, ``[N, K]``: without a copy if all were made there."""
-    first = payloads[0]
-    end, storage = first.storage_offset(), first.untyped_storage()._cdata
-    for each in payloads:  # weights that are held may lie anywhere in a storage
-        if each.untyped_storage()._cdata != storage or each.storage_offset() != end or not each.is_contiguous():
-            break
-        end += each.numel()
-    else:
-        return first.as_strided((scale.shape[0], first.shape[1]), first.stride())
-    return torch.cat([each.view(torch.uint8) for each in payloads]).view(E4M3)
 
 
 def transpose_weights(weights: Sequence[Tensor], scale: Tensor) -> Tensor:
@@ -186,20 +176,20 @@ class Float8Shard(Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, Tensor], int]:
-        """The shard's payload and scales, with as many rows as every rank's."""
-        num_rows = -(-outer_size[0] // mesh.size())
-        payload = torch.zeros((num_rows, self.shape[1]), dtype=torch.uint8, device=self.device).view(E4M3)
-        scale = torch.ones(num_rows, dtype=torch.float32, device=self.device)
-        shard = self.plain()
-        quantize_rows(shard, payload=payload[: shard.shape[0]], scale=scale[: shard.shape[0]])
-        return (payload, scale), outer_size[0]
+    ) -> tuple[tuple[Tensor, Tensor], None]:
+        """The shard's payload and scales, as tensors of the dtype in which FSDP2 gathers other parameters.
+
+        FSDP2 copies tensors of several dtypes byte by byte.
+        """
+        dtype = mp_policy.param_dtype or self.dtype
+        payload, scale = quantize_rows(self.plain())
+        return (payload.view(dtype), scale.view(dtype)), None
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], num_rows: int, dtype: torch.dtype, *, out: Tensor | None = None
+        self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The whole weight over the memory that FSDP2 gathered into."""
         if out is not None:  # which lies over the same memory
             return None
         payload, scale = gathered
-        return Float8Weight(payload[:num_rows], scale[:num_rows], dtype), ()
+        return Float8Weight(payload.view(E4M3), scale.view(torch.float32), dtype), ()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.utils import parametrize
@@ -348,13 +349,24 @@ def hold_frozen(model: nn.Module) -> None:
                 _quantize(member)
 
 
-def gather_in_float8(model: nn.Module) -> None:
-    """Lets FSDP2, which is about to shard ``model``, gather the weights of layers whose recipe says so in float8."""
+def gather_in_float8(model: nn.Module, num_ranks: int) -> None:
+    """Lets FSDP2 gather the weights of layers whose recipe says so in float8.
+
+    It is about to shard ``model`` over so many ranks, and takes only payloads as large on each of them.
+    """
+    uneven = set()
     for layers in converted_layers(model):
         for member in layers.members if layers.recipe.all_gather else ():
-            if not isinstance(member.weight, DTensor):
+            if member.out_features % num_ranks:
+                uneven.add(member.out_features)
+            elif not isinstance(member.weight, DTensor):
                 shard = Float8Shard(member.weight.detach())
                 member.weight = nn.Parameter(shard, requires_grad=member.weight.requires_grad)
+    if uneven:
+        rank_zero_warn(
+            f"all_gather: weights with {sorted(uneven)} rows are gathered in their own dtype, because {num_ranks} ranks"
+            " do not divide them"
+        )
 
 
 def layers_of(module: Any) -> Float8Layers | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_liger import LigerModelParallelStrategy, LigerStrategy
+from lightning_liger import Float8Recipe, LigerModelParallelStrategy, LigerStrategy
 from tests.lightning_liger.strategies.workers.distributed import (
     LM,
     NUM_RANKS,
@@ -176,11 +176,14 @@ def num_left(point: tuple[str, int, int], micro_batches: int = MICRO_BATCHES) ->
 
 # What one rank does
 
+FLOAT8 = partial(Float8Recipe, filter=["*"], min_tokens=1)
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "liger_ddp": lambda: "liger_ddp",
     "liger_fsdp": lambda: "liger_fsdp",
     "liger_fsdp-sharded": lambda: LigerStrategy(state_dict_type="sharded"),
     "liger_model_parallel": lambda: "liger_model_parallel",
+    "liger_fsdp-fp8": lambda: LigerStrategy(state_dict_type="sharded", fp8=FLOAT8()),
+    "liger_model_parallel-fp8": lambda: LigerModelParallelStrategy(fp8=FLOAT8(all_gather=True)),
     "liger_model_parallel-full": lambda: LigerModelParallelStrategy(save_distributed_checkpoint=False),
 }
 POINTS = {"window.ckpt": ("batch", 1, 2), "epoch.ckpt": ("epoch", 0, NUM_BATCHES - 1)}
