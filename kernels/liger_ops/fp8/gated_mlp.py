@@ -337,7 +337,8 @@ class GatedMLPFunction(torch.autograd.Function):
         count, num_others = ctx.num_weights, ctx.num_others
         needs_x, needs_down, *needs_gate_up = [ctx.needs_input_grad[index] for index in (0, *range(5, 6 + count))]
         saved, overwrite = backend.take_saved_tensors(ctx, own=num_others)
-        weights, (down, gate_up_scale, down_scale, *inputs) = saved[:count], saved[count:num_others]
+        weights, inputs = saved[:count], saved[count + 3 : num_others]
+        down, gate_up_scale, down_scale = saved[count : count + 3]
         kept, kept_scale = (*saved[num_others:], None)[:2]
         del saved
         grad = backend.as_rows(grad, grad.shape[-1])
@@ -353,7 +354,7 @@ class GatedMLPFunction(torch.autograd.Function):
         if needs_x:
             grad_x = input_gradient(weights, gate_up_scale, grad_payload, grad_scale, grad.dtype, options)
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
-        inputs[:1] = [backend.as_rows(x, x.shape[-1]) for x in inputs[:1]]
+        inputs = (*(backend.as_rows(x, x.shape[-1]) for x in inputs[:1]), *inputs[1:])
         grads = weight_gradients(weights, needs_gate_up, inputs, [], grad_payload, grad_scale, gate_up_scale, options)
         return grad_x, None, None, None, None, grad_down, *grads
 

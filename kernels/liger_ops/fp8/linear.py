@@ -103,14 +103,14 @@ class ScaledLinearFunction(torch.autograd.Function):
         count = ctx.count
         needs_weights, needs_biases = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
         saved = ctx.saved_tensors  # read once, as PyTorch's activation checkpointing asks
-        weights, (w_scale, *inputs) = saved[:count], saved[count:]
+        weights, w_scale, inputs = saved[:count], saved[count], saved[count + 1 :]
         rows = [backend.as_rows(grad, grad.shape[-1]) for grad in grads]
         g_payload, g_scale = quantize_rows(rows, w_scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(weights, w_scale, g_payload, g_scale, grads[0].dtype, options)
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
-        inputs[:1] = [backend.as_rows(x, x.shape[-1]) for x in inputs[:1]]
+        inputs = (*(backend.as_rows(x, x.shape[-1]) for x in inputs[:1]), *inputs[1:])
         grad_weights = weight_gradients(weights, needs_weights, inputs, rows, g_payload, g_scale, w_scale, options)
         grad_biases = [
             g.sum(dim=0).to(weights[0].dtype) if need else None for g, need in zip(rows, needs_biases, strict=True)
