@@ -112,9 +112,11 @@ def quantize_weights(weights: Sequence[Tensor], *, together: bool = False) -> tu
     Those of weights that are held in float8 stay where they are, unless they are joined.
     """
     sizes = [weight.shape[0] for weight in weights]
-    scale = weights[0].new_empty(sum(sizes), dtype=torch.float32)
+    device = weights[0].device
+    scale = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     quantized = [each for each in weights if not isinstance(each, Float8Weight)]
-    memory = weights[0].new_empty((sum(each.shape[0] for each in quantized), weights[0].shape[1]), dtype=E4M3)
+    num_rows = sum(each.shape[0] for each in quantized)
+    memory = torch.empty((num_rows, weights[0].shape[1]), dtype=E4M3, device=device)
     rest = iter(memory.split([each.shape[0] for each in quantized]))
     payloads = []
     for weight, scales in zip(weights, scale.split(sizes), strict=True):

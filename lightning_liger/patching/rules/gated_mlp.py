@@ -110,7 +110,9 @@ class MLPReplacement(Replacement):
     def _compute_in_float8(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The output of ``down``, if all projections are converted by one recipe and have no biases, else None."""
         first = layers_of(getattr(module, self.gate))
-        if first is None or self.gate_multiplier is not None or self.output_multiplier is not None:
+        if first is None or first.has_few_tokens(x):
+            return None
+        if self.gate_multiplier is not None or self.output_multiplier is not None:
             return None
         activation = _FLOAT8_ACTIVATIONS.get(self.activation)
         inputs = [getattr(module, name) for name in (self.gate, self.up) if name is not None]
@@ -121,7 +123,7 @@ class MLPReplacement(Replacement):
         projections = [*inputs, down]
         options = first.recipe.options
         if (
-            first.recipe != last.recipe
+            (first.recipe is not last.recipe and first.recipe != last.recipe)
             or options.high_precision_wgrad
             or any(layers_of(each) is not first for each in inputs)
             or any(each.bias is not None for each in projections)

@@ -59,6 +59,10 @@ class Float8Layers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
 
+    def has_few_tokens(self, x: Tensor) -> bool:
+        """Whether ``x`` is a plain tensor of so few tokens that nothing else has to be looked at."""
+        return type(x) is Tensor and x.numel() < self.min_tokens * self.members[0].in_features
+
     def applies_to(self, x: Tensor, members: Collection[nn.Linear]) -> bool:
         """Whether the recipe multiplies ``x`` by the weights of these members in float8."""
         if type(x) not in (Tensor, nn.Parameter) or x.dim() == 0 or x.shape[-1] != self.members[0].in_features:
@@ -88,7 +92,7 @@ class Float8Layers:
         """Counts the products of a call; in compiled code, where layers run one by one, those of a whole group."""
         is_compiling = torch.compiler.is_compiling()
         members = self.members if is_compiling and len(members) == 1 else members
-        number = x.shape[:-1].numel() * sum(member.out_features * member.in_features for member in members)
+        number = x.shape[:-1].numel() * sum([member.out_features * member.in_features for member in members])
         if is_compiling:  # adding would depend on the sum so far, for which code is compiled anew
             self.compiled_products = (number, 0) if in_float8 else (0, number)
         else:
@@ -101,12 +105,12 @@ class Float8Layers:
         return self.num_products
 
     def __call__(self, member: nn.Linear, x: Tensor, original: type[nn.Linear]) -> Tensor:
-        if isinstance(x, DTensor):
+        if type(x) is not Tensor and isinstance(x, DTensor):
             parallel = self._run_parallel(member, x)
             if parallel is not None:
                 self.count(x, [member], True)
                 return parallel
-        if not self.applies_to(x, [member]):
+        if self.has_few_tokens(x) or not self.applies_to(x, [member]):
             if member.training:
                 self.count(x, [member], False)
             return original.forward(member, x)

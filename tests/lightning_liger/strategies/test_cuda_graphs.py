@@ -93,7 +93,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], device: str, ha
 def test_ranks_train_as_without_graphs(ranks: Any, engine: str) -> None:
     for found, expected in zip(ranks.of(f"{engine}-True"), ranks.of(f"{engine}-False"), strict=True):
         assert_same(found, expected, ranks.device)
-        assert expected["plan"] == ""
+        assert "captured" not in expected["plan"]
         assert found["plan"].startswith("2 of 2 layers captured for 2 shapes")
 
 

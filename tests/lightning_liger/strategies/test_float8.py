@@ -132,7 +132,7 @@ def test_ranks_train_as_one_process(ranks: Any, name: str) -> None:
     for rank, run in enumerate(ranks.of(name)):
         rank, rtol = (rank // 2, 1e-2) if is_parallel else (rank, 1e-5)
         torch.testing.assert_close(run["losses"][0], reference.losses[rank][0], rtol=rtol, atol=0.0)
-        torch.testing.assert_close(run["losses"], reference.losses[rank], rtol=1e-2, atol=0.0)
+        torch.testing.assert_close(run["losses"], reference.losses[rank], rtol=max(1e-2, 3 * rtol), atol=0.0)
         assert run["share"] == 1.0
         if name in RUNS:
             assert run["classes"] == {Tensor}  # in checkpoints
