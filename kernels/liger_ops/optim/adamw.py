@@ -455,4 +455,6 @@ def _parts(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     spread = [(each.device_mesh, each.placements) if isinstance(each, DTensor) else None for each in tensors]
     if spread[0] is None or len(set(spread)) > 1 or any(placement.is_partial() for placement in spread[0][1]):
         return tensors
-    return tuple(each.to_local() for each in tensors if isinstance(each, DTensor))
+    local = (each.to_local() for each in tensors if isinstance(each, DTensor))
+    # What FSDP2 gathers in float8 is of a class of its own, over plain memory.
+    return tuple(each.plain() if hasattr(each, "plain") else each for each in local)

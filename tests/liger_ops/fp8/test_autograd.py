@@ -141,3 +141,16 @@ def test_second_derivatives_and_writes_to_saved_tensors_raise(device: torch.devi
                 leaf.mul_(2.0)
             with pytest.raises(RuntimeError, match="inplace"):
                 torch.autograd.grad(outputs, leaves, grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_to_one_graph(layer: Layer, dynamic: bool) -> None:
+    leaves, grads = layer.draw(torch.device("cuda"), 48)
+    torch.compiler.reset()
+    compiled = torch.compile(layer.function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    results = [
+        (*outputs, *torch.autograd.grad(outputs, leaves, grads))
+        for outputs in (function(*leaves) for function in (layer.function, compiled))
+    ]
+    torch.testing.assert_close(results[1], results[0])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from liger_ops.fp8.weights import Float8Shard
 from liger_ops.optim import adamw
 from liger_ops.optim.adamw import AdamW, _Update
 from tests.liger_ops.accuracy import assert_as_accurate, few
@@ -336,12 +337,15 @@ def mesh(tmp_path: Path, triton_device: torch.device) -> DeviceMesh:
     return init_device_mesh(triton_device.type, (1, 1))
 
 
-def test_shards_of_dtensors(mesh: DeviceMesh, triton_device: torch.device, updated_parameters: list[Tensor]) -> None:
-    def shard(tensor: Tensor) -> DTensor:
-        return distribute_tensor(tensor.detach().clone(), mesh, [Shard(0), Replicate()])
+@pytest.mark.parametrize("kind", [Tensor.detach, Float8Shard])
+def test_shards_of_dtensors(
+    mesh: DeviceMesh, triton_device: torch.device, updated_parameters: list[Tensor], kind: Callable[[Tensor], Tensor]
+) -> None:
+    def shard(tensor: Tensor, kind: Callable[[Tensor], Tensor] = Tensor.detach) -> DTensor:
+        return DTensor.from_local(kind(tensor.detach().clone()), mesh, [Shard(0), Replicate()], run_check=False)
 
     theirs = make_parameters(triton_device)
-    ours = [torch.nn.Parameter(shard(parameter)) for parameter in theirs]
+    ours = [torch.nn.Parameter(shard(parameter, kind)) for parameter in theirs]
     optimizer, plain = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     for step in range(4):
         fill_gradients(theirs, step)
