@@ -161,15 +161,9 @@ def distributed_logits(
         start = min(per_rank * mesh.get_local_rank(), vocab_size)
         # The hidden states come from a DTensor, which sums their gradients over ranks.
         shard = VocabShard(mesh.get_group(), start, vocab_size, sums_input_gradient=False)
-    head = DistributedHead(
-        weight=weight.to_local(),
-        bias=None if bias is None else bias.to_local(),
-        compute_dtype=dtype,
-        counters=counters,
-        options=options,
-        shard=shard,
-        device_mesh=mesh,
-    )
+    own: dict[str, Any] = {"weight": weight.to_local(), "bias": None if bias is None else bias.to_local()}
+    own |= {"compute_dtype": dtype, "counters": counters, "options": options, "shard": shard}
+    head = DistributedHead(device_mesh=mesh, **own)
     hidden_states = input.to_local(grad_placements=[Partial()] if shard else None)
     expression = DistributedExpression(hidden_states, head, LogitTransform(dtype))
     return DistributedLazyLogits.of(expression.changed(is_replicated=shard is None))

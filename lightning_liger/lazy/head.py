@@ -79,6 +79,13 @@ class HeadParameters:
         hidden_states, low_rank = hidden_states.split((self.weight.shape[1], self.adapter.shape[1]), dim=-1)
         return [(hidden_states, self.weight), (low_rank, self.adapter)]
 
+    def arguments(self, hidden_states: Tensor, transform: LogitTransform) -> dict[str, Any]:
+        """The arguments of functions of ``liger_ops`` that say how logits are computed, in ``compute_dtype``."""
+        head = self.cast()
+        (input, weight), *adapters = head.factors(hidden_states)
+        named = {"input": input, "linear_weight": weight, "linear_bias": head.bias}
+        return {**named, "adapter": adapters[0] if adapters else None, **transform.loss_options()}
+
     def project(self, hidden_states: Tensor) -> Tensor:
         """The real logits, ``[..., vocab_size]`` in ``compute_dtype``."""
         head = self.cast()

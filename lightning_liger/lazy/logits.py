@@ -172,15 +172,8 @@ class LazyLogits(LazyTensor):
         Raises:
             RuntimeError: If the tensors that the logits are computed from were modified.
         """
-        return self.fused_loss(
-            linear_cross_entropy,
-            target,
-            weight=weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            return_stats=return_stats,
-        )
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "return_stats": return_stats}
+        return self.fused_loss(linear_cross_entropy, target, weight=weight, reduction=reduction, **options)
 
     def fused_loss(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """A function of ``liger_ops`` of this head, counted as a loss; the head's options are its defaults."""
@@ -191,7 +184,8 @@ class LazyLogits(LazyTensor):
     def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
         """``linear_divergence`` of heads that are whole or shared by ranks in the same way."""
         with torch.no_grad():
-            teacher_arguments = teacher._head_arguments("a divergence")
+            teacher.notice("a divergence")
+            teacher_arguments = teacher.head.arguments(teacher.tokens, teacher.transform)
             pair = normal(teacher_arguments.pop("input")), normal(teacher_arguments.pop("linear_weight"))
             adapter, bias = teacher_arguments.pop("adapter"), teacher_arguments.pop("linear_bias")
             options["teacher_adapter"] = adapter and tuple(map(normal, adapter))
@@ -214,25 +208,13 @@ class LazyLogits(LazyTensor):
         head.counters.bytes_avoided += max(0, num_tokens - rows) * bytes_of_token
 
     def _fused(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        head = self._head_arguments("a fused loss")
+        self.notice("a fused loss")
+        head = self.head.arguments(self.tokens, self.transform)
         own = {"vocab_shard": self.head.shard, **self.head.options}
         own = {name: value for name, value in own.items() if name in _parameters(function)}
         given = {name: value for name, value in options.items() if value is not None}
         with without_autocast(self.device.type):  # the dtype was decided when the head was called
             return function(head.pop("input"), head.pop("linear_weight"), *arguments, **{**head, **own, **given})
-
-    def _head_arguments(self, operation: str) -> dict[str, Any]:
-        """The arguments of functions of ``liger_ops`` that say how logits are computed, in ``compute_dtype``."""
-        self.notice(operation)
-        head = self.head.cast()
-        (hidden_states, weight), *adapters = head.factors(self.tokens)
-        return {
-            "input": hidden_states,
-            "linear_weight": weight,
-            "linear_bias": head.bias,
-            "adapter": adapters[0] if adapters else None,
-            **self.transform.loss_options(),
-        }
 
     def materialize(self) -> Tensor:
         """As :func:`materialize`."""

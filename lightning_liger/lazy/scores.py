@@ -126,8 +126,7 @@ def token_loss(
     labels, options = _checked(logits, labels, *given)
     units = None if units is None else join_units(_whole(units), labels).view(labels.shape)
     if (lazy := _fused(logits, outputs)) is not None:
-        found: tuple[Tensor, TokenScores] = lazy.fused_loss(linear_token_loss, labels, loss, units=units, **options)
-        return found
+        return lazy.fused_loss(linear_token_loss, labels, loss, units=units, **options)
     scores = _scores_of_rows(logits, labels, options)
     index = (labels.reshape(-1) != ignore_index).nonzero()[:, 0]
     kept = TokenScores(*(None if score is None else score.reshape(-1)[index] for score in scores))

@@ -198,8 +198,7 @@ class _Deferred(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.expression = expression
         device, layout = expression.hidden_states.device, (twin.stride(), twin.storage_offset())
-        lazy: Any = Tensor._make_wrapper_subclass(cls, twin.shape, *layout, dtype=twin.dtype, device=device)
-        return lazy
+        return Tensor._make_wrapper_subclass(cls, twin.shape, *layout, dtype=twin.dtype, device=device)
 
     @staticmethod
     @once_differentiable

@@ -65,18 +65,10 @@ class TracedLogits(Tensor):
         # Strides of 0 and 1 tell where functions of the layout move the vocabulary. Nothing reads the values.
         row = hidden_states.new_full((head.vocab_size,), math.nan, dtype=transform.dtype)
         traced: Any = row.expand(*sizes, head.vocab_size).movedim(-1, vocab_dim).as_subclass(cls)
-        return traced._with(hidden_states, head, transform, vocab_dim, _Memory())
+        return traced._with((hidden_states, head, transform, vocab_dim), _Memory())
 
-    def _with(
-        self,
-        hidden_states: Tensor,
-        head: HeadParameters,
-        transform: LogitTransform,
-        vocab_dim: int,
-        memory: _Memory,
-        values: Tensor | None = None,
-    ) -> TracedLogits:
-        self.hidden_states, self.head, self.transform, self.vocab_dim = hidden_states, head, transform, vocab_dim
+    def _with(self, expression: tuple[Any, ...], memory: _Memory, values: Tensor | None = None) -> TracedLogits:
+        self.hidden_states, self.head, self.transform, self.vocab_dim = expression
         self.memory, self.computed, self.source = memory, values, None
         self.period, self.frame = clock.period, _frame()
         return self
@@ -87,7 +79,7 @@ class TracedLogits(Tensor):
         memory = _Memory() if memory is None else memory
         # A view, as the compiler does not expect one of its inputs to be the base of another.
         own = self.hidden_states, self.head, self.transform, self.vocab_dim
-        return traced._with(*own, memory, values.view(values.shape))
+        return traced._with(own, memory, values.view(values.shape))
 
     @property
     def tokens(self) -> Tensor:
@@ -114,19 +106,9 @@ class TracedLogits(Tensor):
         self, target: Tensor, weight: Tensor | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, TokenStats]:
         """As that of :class:`~.LazyLogits`."""
-        head = self.head.cast()
-        (hidden_states, linear_weight), *adapters = head.factors(self.tokens)
-        options = {**self.head.options, **self.transform.loss_options(), **options}
+        options = {**self.head.options, **self.head.arguments(self.tokens, self.transform), **options}
         with without_autocast(self.hidden_states.device.type):  # the dtype was decided when the head was called
-            return linear_cross_entropy(
-                hidden_states,
-                linear_weight,
-                target,
-                linear_bias=head.bias,
-                adapter=adapters[0] if adapters else None,
-                weight=weight,
-                **options,
-            )
+            return linear_cross_entropy(target=target, weight=weight, **options)
 
     def as_lazy(self) -> Tensor:
         """What these stand for outside of compiled code: their values if they have some, else lazy logits."""

@@ -55,10 +55,9 @@ class PatchReport:
 
     def __rich__(self) -> Table:
         table = Table(title="lightning-liger: fused kernels", title_justify="left", title_style="bold")
-        table.add_column("Module", overflow="fold")
-        table.add_column("Count", justify="right")
-        table.add_column("Replaced by", overflow="fold")
-        table.add_column("Error", justify="right")
+        for text, number in (("Module", "Count"), ("Replaced by", "Error")):
+            table.add_column(text, overflow="fold")
+            table.add_column(number, justify="right")
         for entry in self.entries:
             replaced = entry.replacement is not None
             table.add_row(

@@ -43,22 +43,12 @@ class Replacement(ABC):
     def verify(self, module: nn.Module) -> float:
         """The replacement's error relative to ``module``, in outputs and gradients; raises a ``Mismatch``."""
 
+    @made_subclass
     def patched_class(self, original: type[nn.Module]) -> type[nn.Module]:
         """The subclass of ``original`` that becomes the module's class."""
-        patched: type[nn.Module] = _patched_class(self, original)
-        return patched
-
-
-@made_subclass
-def _patched_class(replacement: Replacement, original: type[nn.Module]) -> type[nn.Module]:
-    namespace = {
-        "liger_replacement": replacement,
-        "liger_original": original,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-        **replacement.namespace(original),
-    }
-    return type(f"Liger{original.__name__}", (Patched, original), namespace)
+        namespace = {"liger_replacement": self, "liger_original": original, "__module__": original.__module__}
+        namespace |= {"__doc__": original.__doc__, **self.namespace(original)}
+        return type(f"Liger{original.__name__}", (Patched, original), namespace)
 
 
 class Rule(ABC):

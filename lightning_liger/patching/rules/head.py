@@ -38,9 +38,7 @@ def _place_in_graph() -> str:
             model = frame.f_locals.get("self")
             if isinstance(model, nn.Module) and LOSS_WANTED in vars(model):
                 model_class: Any = type(model)
-                if _makes_criterion(model_class):
-                    return "whole"
-                return "leaves"
+                return "whole" if _makes_criterion(model_class) else "leaves"
     return "stays"
 
 
