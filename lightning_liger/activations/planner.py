@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from liger_ops.arguments import shown
+from liger_ops.arguments import check_number, shown
 from lightning_liger.activations.layers import ControlledLayers, Mode
 from lightning_liger.activations.plan import Plan, choose
 from lightning_liger.activations.profile import CudaMemory, Profile, Recorder, merge
@@ -43,6 +43,14 @@ class Budget:
     """
 
     value: float | str
+
+    def __post_init__(self) -> None:
+        try:
+            if self.value != "auto":
+                check_number("memory_budget", self.value, above=0)
+        except (TypeError, ValueError) as error:
+            expected = "'auto', a share of the GPU's memory up to 1, or a number of GiB above 1"
+            raise type(error)(f"memory_budget must be {expected}, got {shown(self.value)}") from error
 
     def limit(self, total: int, available: int) -> int:
         """The bytes, of the device's memory and what of it the process can have. Raises ValueError if it is above."""

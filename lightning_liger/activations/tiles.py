@@ -122,8 +122,7 @@ def _call(module: nn.Module, x: Tensor) -> Tensor:
 def _run(compute: Compute, module: nn.Module, x: Tensor, tile_size: int, places: dict[Tensor, list[Place]]) -> Tensor:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *places)):
         end_recomputation_with((x, *places))
-    output: Tensor = _TiledFunction.apply(_Tiled(compute, module, tile_size, list(places.values())), x, *places)
-    return output
+    return _TiledFunction.apply(_Tiled(compute, module, tile_size, list(places.values())), x, *places)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -41,8 +41,7 @@ class LigerCallback(L.Callback):
         memory_budget: MemoryBudget | None = None,
         fp8: Float8Choice = None,
     ) -> None:
-        self.kernels = kernels
-        self.fp8 = fp8
+        self.kernels, self.fp8 = kernels, fp8
         self._kernels = Kernels(kernels, fp8)
         self._activations = ActivationControl(activation_checkpointing, memory_budget)
         self._activations.layers_communicate = True  # the strategy may; ranks follow one plan then

@@ -26,10 +26,9 @@ class RankStates:
     gradients are not saved: the state at that beginning is kept until the step is over.
     """
 
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] | None = None
-        self._step_start: dict[str, Any] | None = None
-        self._before_validation: dict[str, Any] | None = None
+    _loaded: dict[str, Any] | None = None
+    _step_start: dict[str, Any] | None = None
+    _before_validation: dict[str, Any] | None = None
 
     # Saving
 

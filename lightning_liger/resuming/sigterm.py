@@ -33,9 +33,7 @@ class GracefulShutdown:
     waits forever unless all ranks got the signal.
     """
 
-    def __init__(self) -> None:
-        self._received = False
-        self._is_child = False
+    _received = _is_child = False
 
     def install(self, trainer: L.Trainer) -> None:
         """Replaces Lightning's SIGTERM handler; to be called before the Trainer registers its handlers."""

@@ -9,7 +9,6 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from torch.nn import Module
 
-from lightning_liger.activations.plan import Plan
 from lightning_liger.patching import PatchReport
 from lightning_liger.patching.apply import KernelChoice
 from lightning_liger.patching.float8 import Float8Choice
@@ -40,6 +39,7 @@ class CommonStrategy:
     """Whether the engine can gather weights in float8."""
     _keeps_parameters = False
     """Whether parameters stay where they are, so that layers may be captured in CUDA graphs."""
+    _announce_plan = staticmethod(announce_plan)
     context_parallel_size = 1
     """The number of ranks that share each sequence."""
 
@@ -113,16 +113,12 @@ class CommonStrategy:
             self._activations.control(model, strategy.root_device, self._announce_plan)
         return model
 
-    def _announce_plan(self, line: str, plan: Plan, fits: bool) -> None:
-        announce_plan(line, plan, fits)
-
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, by default one that writes atomically."""
         if self.fault_tolerance:
             return self._checkpoints.io
-        io: CheckpointIO = super().checkpoint_io  # type: ignore[misc]  # of the next class
-        return io
+        return super().checkpoint_io  # type: ignore[misc]  # of the next class
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
@@ -146,4 +142,4 @@ class CommonStrategy:
     @property
     def peak_before_resets(self) -> int:
         """The highest of the peaks of allocated memory, in bytes, that measurements have reset."""
-        return self._activations.peak_bytes
+        return 0 if self._activations.memory is None else self._activations.memory.highest_peak

@@ -61,7 +61,10 @@ class BackwardRepair:
             model.register_forward_pre_hook(self.note_gradients)
         self._whole_units = [unit for unit in units if unit.sharding_strategy == ShardingStrategy.NO_SHARD]
         if model in self._whole_units and model._handle is not None:
-            _keep_in_forward(model._handle)
+            # Logits are computed after forward too, when FSDP frees what it cast without sharding it, as their weight.
+            handle: Any = model._handle
+            free = type(handle).post_reshard
+            handle.post_reshard = lambda: None if handle._training_state.name == "FORWARD" else free(handle)
         return model
 
     def note_gradients(self, model: Module, args: Any) -> None:
@@ -84,12 +87,6 @@ class BackwardRepair:
         for unit in self._whole_units:
             if unit._handle is not None and not unit._handle.flat_param.requires_grad:
                 unit._handle.reshard(False)
-
-
-def _keep_in_forward(handle: Any) -> None:
-    """Logits are computed after forward too, when FSDP frees what it cast without sharding it, as the head's weight."""
-    free = type(handle).post_reshard
-    handle.post_reshard = lambda: None if handle._training_state.name == "FORWARD" else free(handle)
 
 
 class _Shards(CommonStrategy):
@@ -153,7 +150,7 @@ class _Shards(CommonStrategy):
         if root is not None and set(parameters) == set(model.parameters()):
             return self._backward_repair.watch(root)
         pairs = tied_pairs(model)
-        if _is_wrapped(model):
+        if FullyShardedDataParallel.fsdp_modules(model):
             check_head_units(model, pairs)
             return self._backward_repair.watch(model)
         layers = resolve_policy("auto_wrap_policy", self._wrapped_layers, model) or unsplit_classes(model)
@@ -268,7 +265,8 @@ class LigerFSDPStrategy(_Shards, TrainerStrategy, pytorch_fsdp.FSDPStrategy):
     def _prepare(self, model: Module) -> Module:
         module = self.lightning_module
         is_manual = module is not None and not module.automatic_optimization and module.trainer.training
-        if is_manual and (_ROOT in vars(model) or not _is_wrapped(model)):  # backward would run inside FSDP's forward
+        is_wrapped = _ROOT not in vars(model) and FullyShardedDataParallel.fsdp_modules(model)
+        if is_manual and not is_wrapped:  # backward would run inside FSDP's forward
             raise ValueError(
                 "automatic_optimization=False is not supported by 'liger_fsdp' around a whole LightningModule, because"
                 " manual_backward would run inside FSDP's forward: use strategy='liger_model_parallel' (FSDP2) or"
@@ -324,10 +322,6 @@ class FabricLigerFSDPStrategy(_Shards, FabricStrategy, fabric_fsdp.FSDPStrategy)
 
 
 FabricLigerStrategy = FabricLigerFSDPStrategy
-
-
-def _is_wrapped(model: Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _average(group: dist.ProcessGroup, gradient: Tensor, shard: Tensor) -> None:

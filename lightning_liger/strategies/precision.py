@@ -132,8 +132,7 @@ class AppliesKernels(FabricPrecision):
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):  # others do not agree with other ranks
             raise wrong_type("scaler", "a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler or None", scaler)
         self.scaler = scaler or self.scaler
-        self.kernels = kernels
-        self.fp8 = fp8
+        self.kernels, self.fp8 = kernels, fp8
         self.patching = Kernels(kernels, fp8)
         self._has_buffer_dtypes = has_buffer_dtypes(precision, Module())
 

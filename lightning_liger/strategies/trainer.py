@@ -232,7 +232,8 @@ class TrainerStrategy(CommonStrategy, Strategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._activations.release_graphs()
+        for controlled in self._activations.controlled:
+            controlled.graphs = None  # frees their memory: layers run eagerly from now on
         self._rank_states.forget()  # of a run that failed, or had nothing left to do, after it loaded its checkpoint
         self._stepped = None
 

@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import Module
 
-from liger_ops.arguments import check_bool, check_number, shown, wrong_type, wrong_value
+from liger_ops.arguments import check_bool, shown, wrong_type, wrong_value
 from lightning_liger.activations.graphs import CudaBackend, LayerGraphs
 from lightning_liger.activations.layers import ControlledLayers, control_layers, find_layers
 from lightning_liger.activations.pace import pace_of
@@ -47,7 +47,8 @@ class ActivationControl:
     ) -> None:
         check_bool("cuda_graphs", cuda_graphs)
         _check_checkpointing(checkpointing)
-        _check_budget(budget)
+        if budget is not None:
+            Budget(budget)  # raises for what is none
         check_policy("activation_checkpointing_policy", policy)
         self.checkpointing, self.budget, self.policy, self.captures = checkpointing, budget, policy, cuda_graphs
         names = ("activation_checkpointing", "activation_checkpointing_policy", "memory_budget", "cuda_graphs")
@@ -67,7 +68,8 @@ class ActivationControl:
         """The layers of each model that still exists."""
         self.layers_communicate = False
         """Whether ranks exchange data in the forward of a layer, other than for the parameters of whole layers."""
-        self._memory: CudaMemory | None = None
+        self.memory: CudaMemory | None = None
+        """That the planner measures, None without one."""
 
     def __reduce__(self) -> Any:  # a copy in another process controls nothing yet
         state = {"layers_communicate": self.layers_communicate}
@@ -97,8 +99,8 @@ class ActivationControl:
             controlled.graphs = LayerGraphs(CudaBackend(device), len(controlled.layers))
         if self.budget is None:
             return
-        self._memory = memory_of(device)
-        if self._memory is None:
+        self.memory = memory_of(device)
+        if self.memory is None:
             if self.budget != "auto":
                 raise ValueError(
                     f"memory_budget={shown(self.budget)} needs a GPU, whose memory is measured, got the device"
@@ -108,7 +110,7 @@ class ActivationControl:
         ranks = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             ranks = AllRanks(partial(_run_together, controlled, self.layers_communicate))
-        controlled.observer = Planner(controlled, Budget(self.budget), self._memory, ranks, announce)
+        controlled.observer = Planner(controlled, Budget(self.budget), self.memory, ranks, announce)
 
     def _find(self, model: Module) -> ControlledLayers | None:
         """Controls the layers of a new model, each in its mode."""
@@ -165,20 +167,10 @@ class ActivationControl:
             filter(None, [*(planner.line for planner in self.planners), *captured, self.compilation.summary])
         )
 
-    def release_graphs(self) -> None:
-        """Frees the memory of graphs: layers run eagerly from now on."""
-        for each in self.controlled:
-            each.graphs = None
-
     @property
     def planners(self) -> list[Planner]:
         """One for each model, if there is a budget."""
         return [each.observer for each in self.controlled if isinstance(each.observer, Planner)]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of allocated memory up to the last time that the planner reset it; 0 without a planner."""
-        return 0 if self._memory is None else self._memory.highest_peak
 
     def step_ends(self) -> None:
         """After the step of an optimizer."""
@@ -231,17 +223,6 @@ def _check_checkpointing(layers: Any) -> None:
         raise wrong_type(name, expected, layers)
     elif layers not in ("none", "full") if isinstance(layers, str) else layers < 0:
         raise wrong_value(name, expected, layers)
-
-
-def _check_budget(budget: Any) -> None:
-    try:
-        if budget != "auto":
-            check_number("memory_budget", budget, above=0, optional=True)
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            "memory_budget must be 'auto', a share of the GPU's memory up to 1, or a number of GiB above 1, got"
-            f" {shown(budget)}"
-        ) from error
 
 
 def memory_of(device: torch.device) -> CudaMemory | None:

@@ -64,7 +64,13 @@ class ExpertParallel:
                         f"expert_parallel_size={self.size} leaves {num_copies} ranks to shard {place} over, which"
                         " divide none of its sizes after the first"
                     )
-        mesh, group = self._make_groups(device.type, num_copies)
+        if self._mesh is None or self._group is None:
+            shape, axes = (num_copies, self.size), ("expert_data", "expert")
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
+            ranks = torch.arange(num_copies * self.size).view(shape).tolist()
+            hosts, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+            self._group = ExpertGroup(self._mesh.get_group("expert"), hosts)
+        mesh, group = self._mesh, self._group
         for module in experts:
             for name, parameter in module.named_parameters(recurse=False):
                 local = parameter.detach().chunk(self.size)[group.ranks.rank()]
@@ -74,23 +80,13 @@ class ExpertParallel:
             share_experts(module, group)
         if num_copies == 1:
             return experts, {each for module in experts for each in module.parameters(recurse=False)}
+
+        def placement(each: nn.Parameter) -> Shard:  # the first dimension after that of experts which can be divided
+            return Shard(next(dim for dim in range(1, each.dim()) if each.shape[dim] % num_copies == 0))
+
         for module in experts:
-            fully_shard(module, mesh=mesh["expert_data"], shard_placement_fn=lambda each: _placement(each, num_copies))
+            fully_shard(module, mesh=mesh["expert_data"], shard_placement_fn=placement)
         return experts, set()
-
-    def _make_groups(self, device_type: str, num_copies: int) -> tuple[DeviceMesh, ExpertGroup]:
-        if self._mesh is None or self._group is None:
-            shape, names = (num_copies, self.size), ("expert_data", "expert")
-            self._mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-            ranks = torch.arange(num_copies * self.size).view(shape).tolist()
-            hosts, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
-            self._group = ExpertGroup(self._mesh.get_group("expert"), hosts)
-        return self._mesh, self._group
-
-
-def _placement(parameter: nn.Parameter, num_shards: int) -> Shard:
-    """The first dimension after that of experts which can be divided."""
-    return Shard(next(dim for dim in range(1, parameter.dim()) if parameter.shape[dim] % num_shards == 0))
 
 
 def is_split(model: nn.Module) -> bool:

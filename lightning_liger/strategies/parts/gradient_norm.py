@@ -33,7 +33,9 @@ def _parts(model: Module, parameters: Sequence[Tensor]) -> dict[tuple[Any, ...],
         gradient = parameter.grad
         key: tuple[Any, ...] = (units[parameter],) if parameter in units else ()
         if isinstance(gradient, DTensor):
-            parameter.grad = gradient = _summed(gradient)
+            placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+            if placements != list(gradient.placements):  # there are parts still to be added up over ranks
+                parameter.grad = gradient = gradient.redistribute(placements=placements)
             mesh, spread = gradient.device_mesh, [not each.is_replicate() for each in gradient.placements]
             key = tuple(mesh.get_group(dim) for dim, is_spread in enumerate(spread) if is_spread)
             gradient = gradient.to_local()
@@ -91,12 +93,6 @@ def clip_gradient_norm(model: Module, parameters: Iterable[Tensor], max_norm: fl
         for batch in parts.values():
             batch.multiply_(factor)
     return norm
-
-
-def _summed(gradient: DTensor) -> DTensor:
-    """The same gradient, without parts that are still to be added up over ranks."""
-    placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
-    return gradient.redistribute(placements=placements) if placements != list(gradient.placements) else gradient
 
 
 def _device_of(roots: list[FullyShardedDataParallel], gradients: list[Tensor]) -> torch.device:
