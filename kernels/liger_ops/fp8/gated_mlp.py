@@ -354,7 +354,7 @@ class GatedMLPFunction(torch.autograd.Function):
         if needs_x:
             grad_x = input_gradient(weights, gate_up_scale, grad_payload, grad_scale, grad.dtype, options)
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
-        inputs = (*(backend.as_rows(x, x.shape[-1]) for x in inputs[:1]), *inputs[1:])
+        inputs = [*(backend.as_rows(x, x.shape[-1]) for x in inputs[:1]), *inputs[1:]]
         grads = weight_gradients(weights, needs_gate_up, inputs, [], grad_payload, grad_scale, gate_up_scale, options)
         return grad_x, None, None, None, None, grad_down, *grads
 
