@@ -264,6 +264,12 @@ class RotaryEmbedding(nn.Module):
         return f"{self.head_dim}, base={self.base}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
 
 
+def _check_input(input: Tensor, hidden_size: int) -> None:
+    check_floating("input", input)
+    if input.dim() == 0 or input.shape[-1] != hidden_size:
+        raise wrong_value("input", f"a tensor whose last dimension is hidden_size = {hidden_size}", input)
+
+
 class _GatedMLP(nn.Module):
     """The projections of a gated feed-forward layer, named as Hugging Face names them."""
 
@@ -287,9 +293,7 @@ class _GatedMLP(nn.Module):
         return silu_mul(gate, up)
 
     def forward(self, input: Tensor) -> Tensor:
-        check_floating("input", input)
-        if input.dim() == 0 or input.shape[-1] != self.hidden_size:
-            raise wrong_value("input", f"a tensor whose last dimension is hidden_size = {self.hidden_size}", input)
+        _check_input(input, self.hidden_size)
         return self.down_proj(self._unit(self.gate_proj(input), self.up_proj(input)))
 
 
@@ -378,9 +382,7 @@ class SparseMoE(nn.Module):
         return logits, *moe_router(logits, self.top_k, normalize=self.norm_topk_prob)
 
     def forward(self, input: Tensor) -> Tensor:
-        check_floating("input", input)
-        if input.dim() == 0 or input.shape[-1] != self.hidden_size:
-            raise wrong_value("input", f"a tensor whose last dimension is hidden_size = {self.hidden_size}", input)
+        _check_input(input, self.hidden_size)
         _, index, scores = self.route(input)
         output: Tensor = self.experts(input, index, scores)
         return output
