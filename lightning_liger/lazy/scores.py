@@ -32,10 +32,10 @@ from liger_ops.arguments import (
     wrong_value,
 )
 from liger_ops.divergence.divergence import divergence as divergence_of_logits
-from liger_ops.divergence.options import DivergenceOptions, check_tokens, num_common_columns
+from liger_ops.divergence.options import DivergenceOptions, num_common_columns
 from liger_ops.log_probs.linear_token_loss import join_units
 from liger_ops.log_probs.scores import DIFFERENTIABLE, OUTPUTS, check_outputs, check_temperature, scores_reference
-from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels
+from liger_ops.loss.options import IGNORE_INDEX, REDUCTIONS, check_labels, check_tokens
 from lightning_liger.lazy.chunks import Rows, choose_tokens, over_chunks
 from lightning_liger.lazy.logits import LazyLogits, as_lazy
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from liger_ops import backend
 from liger_ops.arguments import check_choice, check_floating_tensors, check_integer, check_shape, wrong_value
-from liger_ops.divergence.options import IGNORED, DivergenceOptions, check_tokens, flat_tokens, num_common_columns
+from liger_ops.divergence.options import DivergenceOptions, num_common_columns
 from liger_ops.divergence.rows import Rows, row_dtype, write_rows
 from liger_ops.loss.chunked_loss import Projection, aligned_rows, chunked_linear_loss, visit_tokens
 from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
-from liger_ops.loss.options import REDUCTIONS, Targets
+from liger_ops.loss.options import IGNORED, REDUCTIONS, Targets, check_tokens, flat_tokens
 from liger_ops.loss.scale_gradient import scale_gradient
 from liger_ops.loss.token_plan import mean_scale_of
 from liger_ops.loss.vocab_parallel import VocabShard
@@ -341,11 +341,8 @@ def linear_divergence(
     labels, weight_of_tokens = flat_tokens(mask, token_weight, input, tokens.numel())
     shaped = labels.view(tokens)
     student = check_head(input, linear_weight, linear_bias, shaped, adapter, vocab_shard)
-    constants = (
-        teacher_input.detach(),
-        teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(),
-    )
+    bias = None if teacher_bias is None else teacher_bias.detach()
+    constants = teacher_input.detach(), teacher_weight.detach(), bias
     teacher = check_head(*constants, shaped, teacher_adapter, vocab_shard, _TEACHER_NAMES)
     sizes = linear_weight.shape[0], teacher_weight.shape[0]
     if vocab_shard is None:
@@ -381,10 +378,6 @@ def _first_classes(head: LinearHead, num_columns: int) -> LinearHead:
     """The head of the first classes only."""
     if head.vocab_size == num_columns:
         return head
-    weight, bias, adapter = (
-        None if tensor is None else tensor[:num_columns] for tensor in (head.weight, head.bias, head.adapter_weight)
-    )
-    assert weight is not None  # a head has one
-    return head._replace(
-        weight=weight, bias=bias, adapter_weight=adapter, vocab_size=num_columns, num_columns=num_columns
-    )
+    given = {"weight": head.weight, "bias": head.bias, "adapter_weight": head.adapter_weight}
+    parts = {name: each[:num_columns] for name, each in given.items() if each is not None}
+    return head._replace(**parts, vocab_size=num_columns, num_columns=num_columns)  # type: ignore[arg-type]

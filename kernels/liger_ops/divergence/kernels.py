@@ -332,7 +332,7 @@ class Rows(NamedTuple):
 
     student: Tensor  # raw logits, [num_rows, num_columns], unit stride in the last dimension; so the next
     teacher: Tensor
-    labels: Tensor  # of all tokens, [num_tokens]; see divergence.options.flat_tokens
+    labels: Tensor  # of all tokens, [num_tokens]; see loss.options.flat_tokens
     token_weight: Tensor | None  # [num_tokens]
     grad_scale: Tensor | None  # factor of the gradient, [] or [num_tokens]; None for 1
     options: DivergenceOptions

@@ -1,31 +1,13 @@
-"""Kinds of divergences, their options, and the tokens that count."""
+"""Kinds of divergences, and their options."""
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from liger_ops import backend
-from liger_ops.arguments import (
-    check_bool,
-    check_choice,
-    check_number,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    shown,
-    wrong_type,
-    wrong_value,
-)
+from liger_ops.arguments import check_bool, check_choice, check_number, wrong_value
 from liger_ops.loss.options import TokenLossOptions
 
 KL_KINDS = ("forward_kl", "reverse_kl", "mixed")
 DISTRIBUTION_KINDS = (*KL_KINDS, "jsd", "skew_kl", "skew_reverse_kl", "total_variation")
 KINDS = (*DISTRIBUTION_KINDS, "mse", "cosine")
-VOCAB_RULES = ("equal", "common")
-
-KEPT, IGNORED = 0, -1
-"""Labels of tokens that count and of those that do not, as choices of tokens take them."""
 
 
 class DivergenceOptions(NamedTuple):
@@ -83,44 +65,13 @@ class DivergenceOptions(NamedTuple):
         return [TokenLossOptions(logit_scale=s / t, softcap=None if c is None else c / t) for s, c in pairs]
 
 
-def check_tokens(mask: Any, token_weight: Any, like: Tensor, shape: torch.Size, tokens_of: str) -> None:
-    """Raises for masks and weights that are not one value for each token; ``tokens_of`` names what has the tokens."""
-    check_tensor("mask", mask, optional=True)
-    check_tensor("token_weight", token_weight, optional=True)
-    check_same_device(tokens_of, like, mask=mask, token_weight=token_weight)
-    expected = f"{tokens_of}'s without its last dimension"
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise wrong_type("mask", "a bool tensor, True at tokens that count, or None", mask)
-        check_shape("mask", mask, shape, expected)
-    if token_weight is not None:
-        if token_weight.is_complex():
-            raise wrong_type("token_weight", "a tensor of real numbers", token_weight)
-        check_shape("token_weight", token_weight, shape, expected)
-        if backend.needs_graph(token_weight):
-            raise ValueError(
-                "token_weight must not require a gradient, since the divergence has none for it, got"
-                f" {shown(token_weight)} that requires one; pass token_weight.detach(), or multiply the divergences of"
-                " reduction='none' by it"
-            )
-
-
-def flat_tokens(mask: Tensor | None, token_weight: Tensor | None, like: Tensor, num_tokens: int) -> tuple[Tensor, Any]:
-    """The labels of the tokens, ``KEPT`` or ``IGNORED``, and their weights or None, ``[num_tokens]`` each."""
-    if mask is None:
-        labels = torch.full((num_tokens,), KEPT, dtype=torch.int64, device=like.device)
-    else:
-        labels = mask.reshape(-1).long() + IGNORED
-    return labels, None if token_weight is None else token_weight.detach().reshape(-1).contiguous()
-
-
 def num_common_columns(student: int, teacher: int, vocab: str) -> int:
     """How many classes are compared, given the numbers that the two models have.
 
     Raises:
         ValueError: If they differ though ``vocab`` is ``"equal"``, or if there are none.
     """
-    check_choice("vocab", vocab, VOCAB_RULES)
+    check_choice("vocab", vocab, ("equal", "common"))
     if student != teacher and vocab == "equal":
         raise ValueError(
             f"vocab must be 'common' for vocabularies of different sizes, got 'equal' with {student} classes of the"

@@ -39,8 +39,9 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.collectives import all_gather
 from liger_ops.divergence.kernels import Rows, launch_divergence
-from liger_ops.divergence.options import DISTRIBUTION_KINDS, IGNORED, KL_KINDS
+from liger_ops.divergence.options import DISTRIBUTION_KINDS, KL_KINDS
 from liger_ops.loss.chunked_loss import CPU_CHUNK_BYTES
+from liger_ops.loss.options import IGNORED
 from liger_ops.loss.rows import transform_logits
 from liger_ops.loss.vocab_parallel import VocabShard
 

@@ -19,17 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_ops import backend
-from liger_ops.arguments import (
-    check_floating,
-    check_number,
-    check_same_device,
-    check_shape,
-    shown,
-    wrong_type,
-    wrong_value,
-)
-from liger_ops.loss.options import TokenLossOptions
+from liger_ops.arguments import check_floating, check_number, check_same_device, check_shape, wrong_type, wrong_value
+from liger_ops.loss.options import TokenLossOptions, check_constant
 
 
 class TokenScores(NamedTuple):
@@ -79,11 +70,7 @@ def check_temperature(temperature: Any, target: Tensor, ignore_index: int) -> No
     check_floating("temperature", temperature)
     check_same_device("target", target, temperature=temperature)
     check_shape("temperature", temperature, target.shape, "one for each token")
-    if backend.needs_graph(temperature):
-        raise ValueError(
-            "temperature must not require a gradient, since the scores have none for it, got"
-            f" {shown(temperature)} that requires one; pass temperature.detach()"
-        )
+    check_constant("temperature", temperature, "the scores have")
     if temperature.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = temperature[~(temperature > 0) & (target != ignore_index)]
         if wrong.numel():

@@ -15,24 +15,21 @@ from torch import Tensor
 
 from liger_ops.arguments import (
     check_bool,
-    check_floating,
+    check_floating_tensors,
     check_integer,
     check_number,
     check_same_device,
-    check_shape,
     check_tensor,
-    wrong_type,
     wrong_value,
 )
 from liger_ops.loss.given_classes import GivenIds, given_logits
 from liger_ops.loss.head_functions import FrozenHeadFunction, token_values
 from liger_ops.loss.head_passes import ForwardArguments
 from liger_ops.loss.linear_head import LinearHead, check_head, is_trained
-from liger_ops.loss.options import TokenLossOptions
+from liger_ops.loss.options import IGNORED, TokenLossOptions, check_tokens, flat_tokens
 from liger_ops.loss.rows import transform_logits
 from liger_ops.loss.vocab_parallel import VocabShard
 
-_KEPT, _IGNORED = 0, -1
 _OUTPUTS = "given_log_probs", "lse"
 
 
@@ -83,12 +80,10 @@ def linear_topk_log_probs(
         ValueError: For shapes, dtypes, devices or options that do not fit, and for ids that are no class, if they are
             on the CPU.
     """
-    check_floating("input", input)
-    check_floating("linear_weight", linear_weight)
-    check_floating("linear_bias", linear_bias, optional=True)
+    check_floating_tensors("input", input, optional=False, linear_weight=linear_weight)
+    check_floating_tensors("input", input, linear_bias=linear_bias)
     check_tensor("ids", ids)
-    check_tensor("mask", mask, optional=True)
-    check_same_device("input", input, linear_weight=linear_weight, linear_bias=linear_bias, ids=ids, mask=mask)
+    check_same_device("input", input, ids=ids)
     check_number("temperature", temperature, above=0)
     check_number("softcap", softcap, above=0, optional=True)
     check_number("logit_scale", logit_scale)
@@ -99,13 +94,9 @@ def linear_topk_log_probs(
     if vocab_shard is not None:
         raise wrong_value("vocab_shard", "None", vocab_shard)
     tokens = input.shape[:-1]
-    labels = torch.full(tokens, _KEPT, dtype=torch.int64, device=input.device)
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise wrong_type("mask", "a bool tensor, True at tokens that are scored, or None", mask)
-        check_shape("mask", mask, tokens, "input's without its last dimension")
-        labels = mask.long() + _IGNORED
-    head = check_head(input, linear_weight, linear_bias, labels, adapter, None)
+    check_tokens(mask, None, input, tokens, "input")
+    labels, _ = flat_tokens(mask, None, input, tokens.numel())
+    head = check_head(input, linear_weight, linear_bias, labels.view(tokens), adapter, None)
     vocab_size = linear_weight.shape[0]
     if ids.dtype != torch.int64:
         raise wrong_value("ids", "class indices of dtype torch.int64", ids)
@@ -119,19 +110,19 @@ def linear_topk_log_probs(
         )
     ids = ids.reshape(-1, ids.shape[-1]).contiguous()
     cap = None if softcap is None else float(softcap / temperature)
-    options = TokenLossOptions(_IGNORED, softcap=cap, logit_scale=float(logit_scale / temperature))
+    options = TokenLossOptions(IGNORED, softcap=cap, logit_scale=float(logit_scale / temperature))
     needed = head.needs_gradient
     is_frozen = any(needed) and not is_trained(needed)
     arguments = ForwardArguments._make(
         (
-            *head.tensors, None if mask is None else labels.reshape(-1), None, None, None, ids,
+            *head.tensors, None if mask is None else labels, None, None, None, ids,
             *head.chunks(chunk_bytes), None, needed if is_frozen else [False] * len(needed), "none",
             ",".join(_OUTPUTS), "lse" if is_frozen else "", *options,
         )
     )  # fmt: skip
     with head.products_dtype():
         if renormalize:
-            log_probs, lse = _renormalized(head, ids, labels.reshape(-1) != _IGNORED, options, chunk_bytes)
+            log_probs, lse = _renormalized(head, ids, labels != IGNORED, options, chunk_bytes)
         elif is_frozen:
             log_probs, lse = FrozenHeadFunction.apply(None, _OUTPUTS, *arguments)
         else:

@@ -11,8 +11,6 @@ from liger_ops.arguments import check_pair, check_shape, wrong_type, wrong_value
 from liger_ops.loss.chunked_loss import choose_accumulate_dtype, choose_chunk_size, default_chunk_size
 from liger_ops.loss.vocab_parallel import VocabShard
 
-NUM_GRADIENTS = 5  # of input, weight, bias and the adapter's input and weight
-
 
 class LinearHead(NamedTuple):
     """Hidden states and the head that projects them."""
@@ -30,8 +28,8 @@ class LinearHead(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        """The first ``NUM_GRADIENTS`` fields."""
-        return [self.input, self.weight, self.bias, self.adapter_input, self.adapter_weight]
+        """The first fields, which may get a gradient."""
+        return list(self[:5])
 
     def chunks(self, chunk_bytes: int | None, element_size: int = 0) -> tuple[int, torch.dtype]:
         """Tokens per chunk of logits within a budget, by default chosen for the device, and the dtype of their sums.

@@ -17,6 +17,8 @@ from liger_ops.arguments import (
     wrong_type,
 )
 
+KEPT, IGNORED = 0, -1
+"""Labels of tokens that count and of those that do not, where there are no classes to label."""
 IGNORE_INDEX = -100
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -129,11 +131,40 @@ def check_weights(
             wrong = tensor.isnan() if tensor is weight else tensor.isnan() & (target != options.ignore_index)
             if wrong.any():
                 raise ValueError(f"{name} must have no NaN except at ignored tokens, got {int(wrong.sum())} of them")
-        if tensor is not None and backend.needs_graph(tensor):
-            raise ValueError(
-                f"{name} must not require a gradient, since the loss has none for it, got {shown(tensor)} that requires"
-                f" one; pass {name}.detach(), or multiply the losses of reduction='none' by it"
-            )
+        check_constant(name, tensor, "the loss has", ", or multiply the losses of reduction='none' by it")
+
+
+def check_constant(name: str, tensor: Tensor | None, of: str, instead: str = "") -> None:
+    """Raises a ValueError for a tensor that requires a gradient, which ``of`` none for it."""
+    if backend.needs_graph(tensor):
+        raise ValueError(
+            f"{name} must not require a gradient, since {of} none for it, got {shown(tensor)} that requires one; pass"
+            f" {name}.detach(){instead}"
+        )
+
+
+def check_tokens(mask: Any, token_weight: Any, like: Tensor, shape: torch.Size, tokens_of: str) -> None:
+    """Raises for masks and weights that are not one value for each token; ``tokens_of`` names what has the tokens."""
+    check_tensor("mask", mask, optional=True)
+    check_tensor("token_weight", token_weight, optional=True)
+    check_same_device(tokens_of, like, mask=mask, token_weight=token_weight)
+    if mask is not None and mask.dtype != torch.bool:
+        raise wrong_type("mask", "a bool tensor, True at tokens that count, or None", mask)
+    if token_weight is not None and token_weight.is_complex():
+        raise wrong_type("token_weight", "a tensor of real numbers", token_weight)
+    for name, tensor in {"mask": mask, "token_weight": token_weight}.items():
+        check_shape(name, tensor, shape, f"{tokens_of}'s without its last dimension")
+    instead = ", or multiply the divergences of reduction='none' by it"
+    check_constant("token_weight", token_weight, "the divergence has", instead)
+
+
+def flat_tokens(mask: Tensor | None, token_weight: Tensor | None, like: Tensor, num_tokens: int) -> tuple[Tensor, Any]:
+    """The labels of the tokens, ``KEPT`` or ``IGNORED``, and their weights or None, ``[num_tokens]`` each."""
+    if mask is None:
+        labels = torch.full((num_tokens,), KEPT, dtype=torch.int64, device=like.device)
+    else:
+        labels = mask.reshape(-1).long() + IGNORED
+    return labels, None if token_weight is None else token_weight.detach().reshape(-1).contiguous()
 
 
 def flat_targets(target: Tensor, weight: Tensor | None, token_weight: Tensor | None, dtype: torch.dtype) -> Targets:

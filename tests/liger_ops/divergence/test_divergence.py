@@ -14,8 +14,9 @@ from liger_ops import divergence
 from liger_ops.backend import RowLaunch
 from liger_ops.divergence import kernels
 from liger_ops.divergence.kernels import choose_divergence_launch
-from liger_ops.divergence.options import IGNORED, KEPT, DivergenceOptions
+from liger_ops.divergence.options import DivergenceOptions
 from liger_ops.divergence.rows import Rows, write_rows
+from liger_ops.loss.options import IGNORED, KEPT
 from tests.liger_ops.accuracy import assert_as_accurate, few
 from tests.liger_ops.divergence.cases import KINDS, OF_DISTRIBUTIONS, OPTIONS, assert_same, reference, with_gradients
 
