@@ -147,6 +147,15 @@ class RowLaunch:
         )
 
 
+@launch_cache
+def choose_row_tiles(num_columns: int) -> RowLaunch:
+    """Tiles of 2048 elements or one longer row, which loops load ahead if those of two tensors take at most 64 KB."""
+    block_size = next_power_of_2(num_columns)
+    tile_size = max(2048, block_size)
+    num_stages = 2 if tile_size <= 8192 else 1
+    return RowLaunch(block_size, min(32, tile_size // 512), None, num_stages, tile_size // block_size)
+
+
 def has_autocast(device_type: str) -> bool:
     """Whether a kind of devices has autocast; PyTorch's own function cannot be traced before 2.13."""
     return device_type != "meta"
@@ -200,9 +209,8 @@ def take_saved_tensors(ctx: Any, own: int | None = None) -> tuple[list[Any], boo
     gone: a second call would raise.
     """
     tensors = list(ctx.saved_tensors)  # once: hooks may make them anew each time
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return tensors, False
-    if is_traced() and not tensors[0].is_meta:  # a dispatch mode may keep what it sees
+    is_kept = torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+    if is_kept or (is_traced() and not tensors[0].is_meta):  # a dispatch mode may keep what it sees
         return tensors, False
     tensors.append(torch.empty(0))  # referred to as the others would be
     ctx.maybe_clear_saved_tensors()

@@ -23,7 +23,6 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import check_floating, check_floating_dtype, check_integer, wrong_value
 from liger_ops.autograd import differentiable
-from liger_ops.backend import RowLaunch
 
 
 def softmax_reference(x: Tensor, is_sparse: bool, is_causal: bool = False) -> Tensor:
@@ -46,14 +45,6 @@ def softmax_reference(x: Tensor, is_sparse: bool, is_causal: bool = False) -> Te
 
 MAX_COLUMNS = 32768
 """That registers hold: longer rows run in PyTorch."""
-
-
-@backend.launch_cache
-def choose_launch(num_columns: int) -> RowLaunch:
-    """A tile of 2048 elements, or of one longer row, for each program."""
-    block_size = triton.next_power_of_2(num_columns)
-    tile_size = max(2048, block_size)
-    return RowLaunch(block_size, min(32, tile_size // 512), block_rows=tile_size // block_size)
 
 
 @triton.jit
@@ -140,24 +131,18 @@ def _backward_kernel(
 def _launch(kernel: Any, rows: dict[str, Tensor], is_sparse: bool, is_causal: bool, **others: Tensor) -> None:
     """Launches a kernel on all rows."""
     (tensor,) = rows.values()
-    launch = choose_launch(tensor.shape[-1])
+    launch = backend.choose_row_tiles(tensor.shape[-1])
     num_programs = launch.num_programs(tensor.numel() // tensor.shape[-1])
     launch.run(kernel, num_programs, rows, SPARSE=is_sparse, CAUSAL=is_causal, **others)
-
-
-def _forward(outputs: list[Tensor], x: Tensor, *options: bool) -> None:
-    _launch(_forward_kernel, {"x": x}, *options, y_ptr=outputs[0])
-
-
-def _backward(gradients: Any, grad_y: Tensor, y: Tensor, *options: bool) -> None:
-    _launch(_backward_kernel, {"grad_y": grad_y}, *options, y_ptr=y, grad_x_ptr=gradients[0])
 
 
 probabilities = differentiable(
     "softmax",
     softmax_reference,
-    _forward,
-    _backward,
+    lambda outputs, x, *options: _launch(_forward_kernel, {"x": x}, *options, y_ptr=outputs[0]),
+    lambda gradients, grad_y, y, *options: _launch(
+        _backward_kernel, {"grad_y": grad_y}, *options, y_ptr=y, grad_x_ptr=gradients[0]
+    ),
     keeps_inputs=False,
     fits=lambda x, *_: x.shape[-1] <= MAX_COLUMNS,
 )

@@ -19,7 +19,6 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, check_single
 from liger_ops.autograd import differentiable
-from liger_ops.backend import RowLaunch
 from liger_ops.norm.checks import as_number, check_columns
 
 
@@ -34,15 +33,6 @@ def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> 
 
 MAX_COLUMNS = 16384
 """That registers hold: longer rows run in PyTorch."""
-
-
-@backend.launch_cache
-def choose_launch(num_columns: int) -> RowLaunch:
-    """Tiles of 2048 elements or one longer row, which backward loads ahead if both tensors' take at most 64 KB."""
-    block_size = triton.next_power_of_2(num_columns)
-    tile_size = max(2048, block_size)
-    num_stages = 2 if tile_size <= 8192 else 1
-    return RowLaunch(block_size, min(32, tile_size // 512), None, num_stages, tile_size // block_size)
 
 
 @triton.jit
@@ -143,7 +133,7 @@ def _backward_kernel(
 
 
 def _forward(outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
-    launch = choose_launch(x.shape[-1])
+    launch = backend.choose_row_tiles(x.shape[-1])
     num_tiles = launch.num_programs(x.numel() // x.shape[-1])
     pointers = {"weight_ptr": weight.contiguous(), "bias_ptr": bias, "y_ptr": outputs[0]}
     launch.run(_forward_kernel, num_tiles, {"x": x}, eps=eps, **pointers)
@@ -151,7 +141,7 @@ def _forward(outputs: list[Tensor], x: Tensor, weight: Tensor, bias: Tensor, eps
 
 def _backward(gradients: Any, grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
     grad_x, grad_weight, grad_bias = gradients
-    launch = choose_launch(x.shape[-1])
+    launch = backend.choose_row_tiles(x.shape[-1])
     num_programs = min(launch.num_programs(x.numel() // x.shape[-1]), 4 * backend.hardware(x.device).multiprocessors)
     parts = x.new_empty((num_programs, 4), dtype=torch.float32)
     pointers = {"weight_ptr": weight.contiguous(), "grad_x_ptr": grad_x, "parts_ptr": parts}
