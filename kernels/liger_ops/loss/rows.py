@@ -152,12 +152,8 @@ class TokenRows:
             num_columns: Classes of the logits.
             skips_zeros: Whether tokens that have no upstream gradient but zeros are left out, as ignored ones are.
         """
-        (labels, _, token_weight), options, shard, temperature = (
-            self.targets,
-            self.options,
-            self.shard,
-            self.temperature,
-        )
+        (labels, _, token_weight), options = self.targets, self.options
+        shard, temperature = self.shard, self.temperature
         first, vocab_size = (0, num_columns) if shard is None else (shard.start, shard.vocab_size)
         given = {name: gradient.to(lse.dtype) for name, gradient in upstream.items() if gradient is not None}
         probability_factor = label_term = torch.zeros_like(lse)
@@ -181,25 +177,17 @@ class TokenRows:
         if "mean_logit" in given:
             smoothing_term = given["mean_logit"] / -vocab_size
         own_labels = labels - first
-        is_own = (labels != options.ignore_index) & (own_labels >= 0) & (own_labels < num_columns)
         kept = labels != options.ignore_index
+        is_own = kept & (own_labels >= 0) & (own_labels < num_columns)
         if skips_zeros:
             is_wanted = torch.zeros_like(kept)
             for gradient in given.values():
                 is_wanted |= gradient != 0
             kept = kept & is_wanted
         scale = options.logit_scale if temperature is None else options.logit_scale / temperature
-        return GradientRows(
-            own_labels.where(is_own, -1),
-            lse,
-            lse_error,
-            probability_factor * scale,
-            label_term * scale,
-            None if smoothing_term is None else smoothing_term * scale,
-            None if entropy_factor is None else entropy_factor * scale,
-            temperature,
-            kept,
-        )
+        factors = probability_factor, label_term, smoothing_term, entropy_factor
+        scaled = (None if each is None else each * scale for each in factors)
+        return GradientRows._make((own_labels.where(is_own, -1), lse, lse_error, *scaled, temperature, kept))
 
     def _statistics(self, logits: Tensor, names: Collection[str]) -> dict[str, Tensor]:
         """All ``ROW_OUTPUTS`` that follow from what ``names`` take, of each row, float64; of ignored rows anything."""
@@ -333,9 +321,7 @@ def gradient_in_place(
 ) -> None:
     """Overwrites logits of some tokens with their gradient; ``class_weight`` is that of the columns."""
     if backend.use_triton(logits):
-        launch_gradient(
-            logits, logits, options, class_weight=class_weight, token_index=index, **rows._asdict()
-        )  # fmt: skip
+        launch_gradient(logits, logits, options, class_weight=class_weight, token_index=index, **rows._asdict())
         return
     rows = GradientRows(*(at(each, index) for each in rows))
     z = transform_logits(logits, options, rows.temperature)
