@@ -1,5 +1,7 @@
 """Random LightningModules, with the habits of ordinary code, train like a plain loop in float64, or raise."""
 
+import functools
+import itertools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -404,7 +406,27 @@ def check(seed: int) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("part", range(6))
+def pairs_of(program: Program) -> set[tuple[str, ...]]:
+    """Pairs of the habits of a program; hooks come with each other habit, but not in pairs."""
+    habits = {name: value for name, value in vars(program).items() if name not in ("hooks", "batches", "skipped")}
+    habits |= {"validation": len(program.validation), "skipped": sorted({*program.skipped.values()})}
+    others = [f"{name} {value}" for name, value in habits.items()]
+    hooks = [f"{name} {value}" for name, value in program.hooks.items()]
+    return {*itertools.combinations(others, 2), *itertools.product(others, hooks)}
+
+
+@functools.cache
+def chosen() -> list[int]:
+    """So few of 300 programs that they have all pairs of habits of these."""
+    pairs = {seed: pairs_of(make_program(seed)) for seed in range(300)}
+    left, seeds = set().union(*pairs.values()), []
+    while left:
+        seeds.append(max(pairs, key=lambda seed: len(pairs[seed] & left)))
+        left -= pairs[seeds[-1]]
+    return seeds
+
+
+@pytest.mark.parametrize("part", range(3))
 def test_random_modules_train_like_a_plain_loop_or_raise(part: int) -> None:
-    results = [check(seed) for seed in range(50 * part, 50 * part + 50)]
-    assert results.count("equal") > 40
+    results = [check(seed) for seed in chosen()[part::3]]
+    assert results.count("equal") > 0.8 * len(results)
