@@ -249,7 +249,7 @@ SIZED = {
         functools.partial(hyper_connection, liger_ops),
         functools.partial(hyper_connection, PLAIN_HYPER_CONNECTION),
         lambda shape: [(math.prod(shape[-2:]), num_columns(shape)), (num_columns(shape),), *3 * [(1,)]],
-        [(1, 1, 1), (2, 3, 4, 16), (3, 2, 123), (70, 4, 64), (5, 3, 31), (2, 15, 40), (1, 4, 5000)],
+        [(1, 1, 1), (2, 3, 4, 16), (3, 2, 123), (70, 4, 20), (5, 3, 31), (2, 15, 40), (1, 4, 1030)],
         {
             "tmax": [1, 2, 20], "rms_eps": [EPS], "pre_eps": [0.0, 0.25], "sinkhorn_eps": [0.0, 1e-6],
             "post_mult": [2.0, 0.5],

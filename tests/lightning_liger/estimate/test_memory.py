@@ -1,5 +1,6 @@
 """Inspections of models: rows, what fits, models by folder, name and architecture, the measured error."""
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -169,6 +170,13 @@ def test_float8_keeps_less_and_needs_memory_for_payloads():
     assert found.as_dict()["settings"]["fp8"]
 
 
+@functools.cache
+def estimate(model, batch_size, gpu):
+    dims = DIMS[model]
+    config = dims.sizes | {"num_hidden_layers": dims.num_layers}
+    return inspect_model(dims.model_type, config=config, batch_size=batch_size, gpu=gpu, fp8=True)
+
+
 @pytest.mark.parametrize(
     ("model", "name", "plan", "gpu"),
     [
@@ -181,10 +189,9 @@ def test_float8_keeps_less_and_needs_memory_for_payloads():
 )
 def test_float8_is_as_much_faster_as_measured_within_a_tenth(monkeypatch, model, name, plan, gpu):
     monkeypatch.setattr("lightning_liger.estimate.memory.run_step", MagicMock(side_effect=NotImplementedError))
-    dims, rows = DIMS[model], list(map(Row.from_json, read_results(FLOAT8_RESULTS / f"train_{name}.jsonl").lines))
+    rows = list(map(Row.from_json, read_results(FLOAT8_RESULTS / f"train_{name}.jsonl").lines))
     before, after = (next(row for row in rows if row.arm == f"{arm}:{plan}") for arm in ("ours", "ours_fp8"))
-    config = dims.sizes | {"num_hidden_layers": dims.num_layers}
-    found = inspect_model(dims.model_type, config=config, batch_size=before.batch_size, gpu=gpu, fp8=True)
+    found = estimate(model, before.batch_size, gpu)
     slow, fast = found.step_seconds(False), found.step_seconds(True)
     assert slow / fast == pytest.approx(after.tokens_per_second / before.tokens_per_second, rel=0.1)
     assert found.as_dict()["step_seconds"] == fast
