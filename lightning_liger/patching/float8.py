@@ -38,8 +38,9 @@ class Float8Recipe:
         evaluate: Whether modules in eval mode use float8 too.
         hold_frozen: Whether weights that are frozen stay in memory in float8 only; ``"auto"``: under strategies that do
             not shard parameters. Checkpoints then hold these values, which float8 represents exactly.
-        all_gather: Whether FSDP2 (``liger_model_parallel``) gathers weights in float8, half the bytes: it pays where
-            communication is slow. Evaluation and small calls then multiply by these rounded weights too.
+        all_gather: Whether FSDP2 (``liger_model_parallel``) gathers weights in float8, half the bytes, if the number of
+            ranks divides their rows: it pays where communication is slow. Evaluation and small calls then multiply by
+            these rounded weights too.
         emulate: Whether products run in float32 on GPUs too, for tests.
 
     Raises:

@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import Float8Options
-from liger_ops.fp8.weights import Float8Weight
+from liger_ops.fp8.weights import Float8Shard, Float8Weight
 from lightning_liger import Float8Recipe, apply_liger_kernels
 from lightning_liger.patching.float8 import check_float8, converted_layers, fp8_share
-from lightning_liger.patching.rules.linear import convert, layers_of, measure_error
+from lightning_liger.patching.rules.linear import convert, gather_in_float8, layers_of, measure_error
 from tests.liger_ops.accuracy import few
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama, tiny_model
 
@@ -410,6 +410,17 @@ def test_frozen_weights_held_in_float8() -> None:
     assert same(train_step(model), first)
     report.undo()
     assert all(torch.equal(each, rounded.state_dict()[name]) for name, each in model.state_dict().items())
+
+
+def test_weights_that_ranks_cannot_share_evenly_are_not_gathered_in_float8() -> None:
+    """FSDP2 takes only payloads as large on each rank, and fails on the others where they are not."""
+    model = tiny_llama(intermediate_size=96)
+    apply_liger_kernels(model, fp8=Float8Recipe(filter=["*"], min_tokens=1, all_gather=True))
+    with pytest.warns(UserWarning, match=r"weights with \[16, 32\] rows .* because 3 ranks do not divide them"):
+        gather_in_float8(model, num_ranks=3)
+    layers = [each for each in model.model.layers.modules() if isinstance(each, nn.Linear)]
+    assert {each.out_features for each in layers if isinstance(each.weight, Float8Shard)} == {96}
+    assert {each.out_features for each in layers if not isinstance(each.weight, Float8Shard)} == {16, 32}
 
 
 def train_some_steps(model: nn.Module, learning_rate: float, masked: float) -> Tensor:
