@@ -5,7 +5,7 @@ step. With one they take rows for what they are where nothing says anything abou
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ class EmptyCache(DynamicCache):
     """Gives keys and values back as they come."""
 
     keeps_nothing = True  # so that layers with it may be captured in CUDA graphs
+    recomputable: Sequence[nn.Module] = ()
+    """Modules of the model that can switch on transformers' own activation checkpointing, which warns of caches."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
@@ -38,11 +40,10 @@ def make_empty_cache(model: PreTrainedModel) -> EmptyCache | None:
     reads_tokens = model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False)
     config: Any = model.config.get_text_config(decoder=True)
     is_known = type(model).__module__.startswith("transformers.") and hasattr(config, "num_hidden_layers")
-    # With activation checkpointing of its own, transformers warns of caches.
-    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if not (takes_it and reads_tokens and is_known) or recomputes:
+    if not (takes_it and reads_tokens and is_known):
         return None
     cache = EmptyCache(config=config)
+    cache.recomputable = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     is_plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
     return cache if is_plain else None
 
@@ -53,12 +54,13 @@ def uses_cache(model: PreTrainedModel) -> bool:
     return any(getattr(each, "use_cache", None) for each in configs)
 
 
-def can_use(model: PreTrainedModel, inputs: Mapping[str, Any]) -> bool:
-    """Whether a call with ``inputs`` neither wants a cache nor says anything about positions."""
+def can_use(cache: EmptyCache, model: PreTrainedModel, inputs: Mapping[str, Any]) -> bool:
+    """Whether a call with ``inputs`` neither wants a cache nor says anything about positions, nor recomputes layers."""
     given = {name for name, value in inputs.items() if value is not None}
     wants_cache = inputs.get("use_cache")
     wants_cache = uses_cache(model) if wants_cache is None else wants_cache
-    return CACHE not in inputs and given <= _OTHERS and not wants_cache
+    recomputes = any(vars(module).get("gradient_checkpointing") for module in cache.recomputable)
+    return CACHE not in inputs and given <= _OTHERS and not wants_cache and not recomputes
 
 
 def give_empty_cache(model: nn.Module) -> list[Callable[[], None]]:
@@ -79,7 +81,7 @@ def _is_given_one(model: nn.Module) -> bool:
 
 def _before_forward(cache: EmptyCache, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_plain = not torch.compiler.is_compiling() and len(args) <= 1 and model.config.return_dict
-    return (args, kwargs | {CACHE: cache}) if is_plain and can_use(model, kwargs) else None
+    return (args, kwargs | {CACHE: cache}) if is_plain and can_use(cache, model, kwargs) else None
 
 
 def _after_forward(cache: EmptyCache, model: Any, args: tuple[Any, ...], output: Any) -> Any:

@@ -83,8 +83,9 @@ class LanguageModel:
         takes_it = not self.known_keys or "use_cache" in self.known_keys
         if self.pretrained is not None and takes_it and uses_cache(self.pretrained):
             inputs.setdefault("use_cache", False)
-        if self.pretrained is not None and self._empty_cache is not None and can_use(self.pretrained, inputs):
-            inputs[CACHE] = self._empty_cache
+        cache, model = self._empty_cache, self.pretrained
+        if model is not None and cache is not None and can_use(cache, model, inputs):
+            inputs[CACHE] = cache
 
     def __call__(self, inputs: Mapping[str, Any], labels: Tensor) -> tuple[Any, Tensor | None, Tensor | None]:
         """Calls the model with all that it takes besides labels, and labels ``[batch_size, seq_len]``.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from liger_ops import backend
 from liger_ops.fp8.rows import E4M3, ones, quantize_rows
 from liger_ops.fp8.transpose import transpose
 
@@ -58,6 +59,18 @@ class Float8Weight(Tensor):
     def __tensor_unflatten__(parts: dict[str, Tensor], dtype: torch.dtype, *sizes: Any) -> "Float8Weight":
         return Float8Weight(parts["payload"], parts["scale"], dtype)
 
+    @property
+    def data(self) -> Tensor:
+        """The same memory, apart from autograd. Assigning another such weight exchanges payload and scales."""
+        data: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return data
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, Float8Weight):
+            raise _unwritable("data.__set__")
+        self.payload, self.scale = other.parts
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stubs lack the class
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -76,15 +89,49 @@ class Float8Weight(Tensor):
             return Float8Weight(parts[0], parts[1], kwargs.get("dtype") or weight.dtype)
         if func._schema.is_mutable and any(isinstance(each, cls) for each in _written(func, args, kwargs)):
             if func is not torch.ops.aten.copy_.default or args[0].requires_grad:
-                raise TypeError(
-                    f"{func} would write to a weight that is held in float8, which only copy_ may while it is frozen:"
-                    " to train it, set hold_frozen=False in the Float8Recipe"
-                )
+                raise _unwritable(func)
             args[0].payload.copy_((found := cls.of(args[1])).payload)
             args[0].scale.copy_(found.scale)
             return args[0]
         args, kwargs = torch.utils._pytree.tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return result if backend.is_traced() else _View.of(func, result)
+
+
+class _View(Tensor):
+    """A part of a weight that is held in float8, or all of it: values of its own, to which writes would be lost."""
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> "_View":
+        view: _View = Tensor._make_subclass(cls, tensor)
+        return view
+
+    @classmethod
+    def of(cls, func: Any, result: Any) -> Any:
+        """What ``func`` returned, of this class if it is a view."""
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        return torch.utils._pytree.tree_map_only(Tensor, cls, result) if is_view else result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs lack the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and any(isinstance(each, cls) for each in _written(func, args, kwargs)):
+            raise _unwritable(func)
+        args, kwargs = torch.utils._pytree.tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **kwargs)
+        return cls.of(func, result)
+
+
+def _unwritable(operation: Any) -> RuntimeError:
+    """Not a TypeError: Python takes that of an operator such as += for an operation that is not in place."""
+    return RuntimeError(
+        f"{operation} would write to a weight that is held in float8, which only copy_ may while it is frozen: to train"
+        " it or to merge adapters into it, call undo() of the report of kernels first (trainer.strategy.patch_report),"
+        " or set hold_frozen=False in the Float8Recipe"
+    )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -51,7 +51,7 @@ class Float8Layers:
         """The same of the last call in compiled code, until :meth:`take_products`."""
         self._shares = len(members) > 1
         self._lock = threading.RLock()
-        self._waiting: tuple[Any, Hashable, dict[int, Tensor]] | None = None
+        self._waiting: tuple[Any, Hashable, dict[int, tuple[Tensor, tuple[Hashable, ...]]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": None, "_waiting": None}
@@ -124,7 +124,8 @@ class Float8Layers:
             return output
         outputs = _run(members, x, self.recipe.options)
         if len(members) > 1:
-            others = {id(each): result for each, result in zip(members, outputs, strict=True) if each is not member}
+            results = zip(members, outputs, strict=True)
+            others = {id(each): (result, _state_of(each)) for each, result in results if each is not member}
             self._waiting = weakref.ref(x), _state(x), others
         return outputs[members.index(member)]
 
@@ -165,10 +166,10 @@ class Float8Layers:
             self._shares = of() is x  # else this layer has an input of its own, as in attention to another sequence
             self._waiting = None
             return None
-        output = outputs.pop(id(member))
+        output, state_of_member = outputs.pop(id(member))
         if not outputs:
             self._waiting = None
-        return output
+        return output if state_of_member == _state_of(member) else None
 
     def _partners(self, member: nn.Linear, x: Tensor) -> list[nn.Linear]:
         if not self._shares or not self.applies_to(x, self.members) or any(map(_is_called_otherwise, self.members)):
@@ -179,6 +180,13 @@ class Float8Layers:
 def _state(x: Tensor) -> tuple[Hashable, ...]:
     """What must be the same for two layers' outputs to come from one call."""
     return count_writes(x), torch.is_grad_enabled(), threading.get_ident(), autocast_dtype(x.device.type)
+
+
+def _state_of(member: nn.Linear) -> tuple[Hashable, ...]:
+    """What must be the same of a layer for an output to be its."""
+    tensors = [each for each in (member.weight, member.bias) if each is not None]
+    # Assigning to .data counts as no write.
+    return tuple((id(each), count_writes(each), each.requires_grad, each.untyped_storage()._cdata) for each in tensors)
 
 
 def _is_called_otherwise(member: nn.Linear) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -401,7 +402,7 @@ def test_frozen_weights_held_in_float8() -> None:
     assert all(type(each) is Tensor for each in state.values())
     assert all(torch.equal(each, state[name]) for name, each in rounded.state_dict().items())
     assert same(train_step(copy.deepcopy(model)), first)
-    with pytest.raises(TypeError, match="held in float8, which only copy_ may"):
+    with pytest.raises(RuntimeError, match="held in float8, which only copy_ may"):
         weights[0].mul_(2.0)
     for each in weights:
         each.data.copy_(torch.zeros_like(each))
@@ -421,6 +422,44 @@ def test_weights_that_ranks_cannot_share_evenly_are_not_gathered_in_float8() -> 
     layers = [each for each in model.model.layers.modules() if isinstance(each, nn.Linear)]
     assert {each.out_features for each in layers if isinstance(each.weight, Float8Shard)} == {96}
     assert {each.out_features for each in layers if not isinstance(each.weight, Float8Shard)} == {16, 32}
+
+
+def test_adapters_merge_only_into_weights_that_are_not_held_in_float8() -> None:
+    """Rounding to float8 would lose most of what adapters add."""
+    model: Any = get_peft_model(
+        tiny_llama(), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
+    report = apply_liger_kernels(model, fp8=Float8Recipe(filter=["*"], min_tokens=1, hold_frozen=True))
+    model.eval()
+    batch = tiny_batch()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        for merge in (model.merge_adapter, partial(model.merge_and_unload, safe_merge=True)):
+            with pytest.raises(RuntimeError, match="merge adapters into it, call undo"):
+                merge()
+    assert torch.equal(model(**batch).logits, expected)
+    report.undo()
+    torch.testing.assert_close(model.merge_and_unload()(**batch).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("write", ["lerp_", "data", "load_state_dict", "exchanged"])
+def test_outputs_of_layers_that_were_changed_since_are_computed_again(write: str) -> None:
+    """As in momentum contrast, which updates the second layer after it called the first one."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("q_proj", "k_proj")})
+    apply_liger_kernels(module, fp8=EVERY)
+    q, k, x = module["q_proj"], module["k_proj"], torch.randn(5, 32)
+    q(x)
+    with torch.no_grad():
+        if write == "lerp_":
+            k.weight.lerp_(q.weight, 0.5)
+        elif write == "data":
+            k.weight.data = q.weight * 2.0
+        elif write == "load_state_dict":
+            k.load_state_dict(q.state_dict())
+        else:
+            k.bias = nn.Parameter(q.bias + 1.0)
+    assert torch.equal(k(x), run_alone(k, EVERY.options, x))
 
 
 def train_some_steps(model: nn.Module, learning_rate: float, masked: float) -> Tensor:

@@ -104,3 +104,14 @@ def test_model_inside_of_a_wrapper_gets_it() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(wrapper, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(IDS), wrapper(IDS))
+
+
+def test_models_that_recompute_layers_get_none_from_then_on() -> None:
+    """With activation checkpointing of its own, transformers warns of caches."""
+    model = tiny_causal_lm("llama").train()
+    apply_liger_kernels(model, "linear_cross_entropy")
+    assert isinstance(given_cache(model, IDS), EmptyCache)
+    model.gradient_checkpointing_enable()
+    assert given_cache(model, IDS) is None
+    model.gradient_checkpointing_disable()
+    assert isinstance(given_cache(model, IDS), EmptyCache)
