@@ -56,11 +56,9 @@ class _LayerState:
     def __init__(self, layer: nn.Module) -> None:
         self._training = [(module, module.training) for module in layer.modules()]
         self._buffers = [
-            # Those that may hold statistics or counters, whose writes by kernels are not counted, are copied.
-            (module, name, buffer, count_writes(buffer), buffer.detach().clone() if is_copied else buffer)
+            (module, name, buffer, count_writes(buffer), _copy_of_state(buffer))
             for module, _ in self._training
             for name, buffer in module.named_buffers(recurse=False)
-            for is_copied in [buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED]
         ]
 
     def check(self) -> None:
@@ -98,6 +96,11 @@ class _LayerState:
             self._set_training(flags)
             for module, name, current in before:
                 setattr(module, name, current)
+
+
+def _copy_of_state(buffer: Tensor) -> Tensor:
+    """A copy of a buffer that may hold statistics or counters, whose writes by kernels are not counted, else itself."""
+    return buffer.detach().clone() if buffer.is_floating_point() or buffer.numel() <= _MAX_COPIED else buffer
 
 
 class _Slot:

@@ -93,7 +93,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], device: str, ha
 def test_ranks_train_as_without_graphs(ranks: Any, engine: str) -> None:
     for found, expected in zip(ranks.of(f"{engine}-True"), ranks.of(f"{engine}-False"), strict=True):
         assert_same(found, expected, ranks.device)
-        assert "captured" not in expected["plan"]
+        # On GPUs it may say what cheap tensors cost.
+        assert expected["plan"] == "" if ranks.device == "cpu" else "captured" not in expected["plan"]
         assert found["plan"].startswith("2 of 2 layers captured for 2 shapes")
 
 

@@ -129,10 +129,11 @@ def test_ranks_train_as_one_process(ranks: Any, name: str) -> None:
     """Scales belong to tokens and channels, so the first loss is the same; later a rounding may fall the other way."""
     reference = reference_of(RUNS.get(name, ("", "whole"))[1], ranks.device, name in RUNS)
     is_parallel = name == "tensor-parallel"  # each rank has scales of its part of the rows
+    later = 3e-2 if is_parallel and ranks.device != "cpu" else 1e-2
     for rank, run in enumerate(ranks.of(name)):
         rank, rtol = (rank // 2, 1e-2) if is_parallel else (rank, 1e-5)
         torch.testing.assert_close(run["losses"][0], reference.losses[rank][0], rtol=rtol, atol=0.0)
-        torch.testing.assert_close(run["losses"], reference.losses[rank], rtol=max(1e-2, 3 * rtol), atol=0.0)
+        torch.testing.assert_close(run["losses"], reference.losses[rank], rtol=later, atol=0.0)
         assert run["share"] == 1.0
         if name in RUNS:
             assert run["classes"] == {Tensor}  # in checkpoints
