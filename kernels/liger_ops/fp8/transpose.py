@@ -133,10 +133,10 @@ def _transpose_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program writes BLOCK_ROWS x BLOCK_COLUMNS of the source transposed."""
-    column_blocks = (num_columns - 1) // BLOCK_COLUMNS + 1
-    rows = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    """One program writes BLOCK_ROWS x BLOCK_COLUMNS of the source transposed, the next one what follows in memory."""
+    row_blocks = (padded_rows - 1) // BLOCK_ROWS + 1
+    rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.program_id(0) // row_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     x = tl.load(source_ptr + rows.to(tl.int64)[:, None] * source_row_stride + columns[None, :], mask=mask, other=0.0)
     factor = tl.load(factor_ptr + rows, mask=rows < num_rows, other=1.0)
@@ -152,7 +152,7 @@ def _transpose_kernel(
 def _transpose(source: Tensor, factor: Tensor, inverse: bool, target: Tensor) -> None:
     num_rows, num_columns = source.shape
     padded_rows = target.shape[1]
-    block_rows, block_columns = 256, 64
+    block_rows, block_columns = 128, 128
     _transpose_kernel.launch(
         -(-padded_rows // block_rows) * -(-num_columns // block_columns),
         source_ptr=source,
