@@ -344,20 +344,22 @@ class GatedMLPFunction(torch.autograd.Function):
         kept, kept_scale = (*saved[num_others:], None)[:2]
         del saved
         grad = backend.as_rows(grad, grad.shape[-1])
-        payload, scale = quantize_rows(grad, down_scale)
-        grad_product = input_gradient([down], down_scale, payload, scale, grad.dtype, options)
-        grad_payload, grad_scale, *product = gated_rows_backward(
+        quantized = list(quantize_rows(grad, down_scale))
+        grad_product = input_gradient([down], down_scale, quantized, grad.dtype, options)
+        payload, scale, *product = gated_rows_backward(
             grad_product, kept, kept_scale, gate_up_scale, activation, up_first, overwrite=overwrite
         )
         del kept, grad_product
-        (grad_down,) = weight_gradients([down], [needs_down], product, [grad], payload, scale, down_scale, options)
-        del product, payload
+        (grad_down,) = weight_gradients([down], [needs_down], product, [grad], quantized, down_scale, options)
+        del product
+        quantized = [payload, scale]
+        del payload
         grad_x = None
         if needs_x:
-            grad_x = input_gradient(weights, gate_up_scale, grad_payload, grad_scale, grad.dtype, options)
+            grad_x = input_gradient(weights, gate_up_scale, quantized, grad.dtype, options)
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
         inputs = [*(backend.as_rows(x, x.shape[-1]) for x in inputs[:1]), *inputs[1:]]
-        grads = weight_gradients(weights, needs_gate_up, inputs, [], grad_payload, grad_scale, gate_up_scale, options)
+        grads = weight_gradients(weights, needs_gate_up, inputs, [], quantized, gate_up_scale, options)
         return grad_x, None, None, None, None, grad_down, *grads
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
 from liger_ops.fp8.products import DEFAULT_OPTIONS, MULTIPLE, Float8Options, scaled_product
-from liger_ops.fp8.rows import quantize_rows
+from liger_ops.fp8.rows import E4M3, quantize_rows
 from liger_ops.fp8.transpose import align, transpose
 from liger_ops.fp8.weights import quantize_weights, transpose_weights
 
@@ -31,13 +31,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 def input_gradient(
     weights: Sequence[Tensor],
     w_scale: Tensor,
-    g_payload: Tensor,
-    g_scale: Tensor,
+    quantized: Sequence[Tensor],
     dtype: torch.dtype,
     options: Float8Options,
 ) -> Tensor:
-    """The gradient ``[M, K]`` of the input of all weights; ``w_scale`` multiplied g's payload."""
-    w_payload = transpose_weights(weights, w_scale)
+    """The gradient ``[M, K]`` of the input of all weights, of g's payload, which ``w_scale`` multiplied, and scales."""
+    (g_payload, g_scale), w_payload = quantized, transpose_weights(weights, w_scale)
     return scaled_product(g_payload, w_payload, g_scale, None, dtype=dtype, **options.of_product(1))
 
 
@@ -46,28 +45,29 @@ def weight_gradients(
     needs: Sequence[bool],
     inputs: Sequence[Tensor],
     g: Sequence[Tensor],
-    g_payload: Tensor,
-    g_scale: Tensor,
+    quantized: list[Tensor],
     w_scale: Tensor,
     options: Float8Options,
 ) -> list[Tensor | None]:
     """The gradients of weights that share their input, None where none is needed.
 
-    ``inputs`` are x, or its payload, as rows, and its scales, if any is needed; g comes in parts and as a payload that
-    ``w_scale`` multiplied.
+    ``inputs`` are x, or its payload, as rows, and its scales, if any is needed. g comes in parts and ``quantized``: its
+    payload, which ``w_scale`` multiplied, and scales. That list is emptied, for its memory to be free in the product.
     """
     if not any(needs):
         return [None] * len(needs)
     (x, x_scale), dtype = inputs, weights[0].dtype
+    sizes = [weight.shape[0] for weight in weights]
     if options.high_precision_wgrad:
         gradient = torch.mm((g[0] if len(g) == 1 else torch.cat(list(g), dim=1)).t(), x.to(g[0].dtype)).to(dtype)
     elif x.shape[0] == 0:
-        gradient = x.new_zeros((g_payload.shape[1], x.shape[1]), dtype=dtype)
+        gradient = x.new_zeros((sum(sizes), x.shape[1]), dtype=dtype)
     else:
-        x_factor, g_factor, scale = align(x_scale, g_scale, w_scale, x_is_payload=x.dtype == g_payload.dtype)
-        payloads = transpose(g_payload, g_factor), transpose(x, x_factor)
-        gradient = scaled_product(*payloads, scale, None, dtype=dtype, **options.of_product(2))
-    parts = gradient.split([weight.shape[0] for weight in weights])
+        x_factor, g_factor, scale = align(x_scale, quantized.pop(), w_scale, x_is_payload=x.dtype == E4M3)
+        g_payload = transpose(quantized.pop(), g_factor)
+        x_payload = transpose(x, x_factor)
+        gradient = scaled_product(g_payload, x_payload, scale, None, dtype=dtype, **options.of_product(2))
+    parts = gradient.split(sizes)
     return [part if needed else None for part, needed in zip(parts, needs, strict=True)]
 
 
@@ -105,13 +105,13 @@ class ScaledLinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once, as PyTorch's activation checkpointing asks
         weights, w_scale, inputs = saved[:count], saved[count], saved[count + 1 :]
         rows = [backend.as_rows(grad, grad.shape[-1]) for grad in grads]
-        g_payload, g_scale = quantize_rows(rows, w_scale)
+        quantized = list(quantize_rows(rows, w_scale))
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = input_gradient(weights, w_scale, g_payload, g_scale, grads[0].dtype, options)
+            grad_x = input_gradient(weights, w_scale, quantized, grads[0].dtype, options)
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
         inputs = (*(backend.as_rows(x, x.shape[-1]) for x in inputs[:1]), *inputs[1:])
-        grad_weights = weight_gradients(weights, needs_weights, inputs, rows, g_payload, g_scale, w_scale, options)
+        grad_weights = weight_gradients(weights, needs_weights, inputs, rows, quantized, w_scale, options)
         grad_biases = [
             g.sum(dim=0).to(weights[0].dtype) if need else None for g, need in zip(rows, needs_biases, strict=True)
         ]

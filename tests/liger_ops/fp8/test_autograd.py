@@ -1,5 +1,6 @@
 """What linear layers and gated MLPs in float8 save, write to, and refuse, as functions of autograd."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from liger_ops.fp8 import linear
 from liger_ops.fp8.gated_mlp import scaled_gated_mlp
 from liger_ops.fp8.linear import scaled_linear
-from liger_ops.fp8.products import Float8Options
+from liger_ops.fp8.products import Float8Options, scaled_product
+from liger_ops.fp8.transpose import transpose
 
 
 def _linear(x: Tensor, *parameters: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -102,6 +106,33 @@ def test_tensors_that_others_hold_stay(device: torch.device, layer: Layer) -> No
     copies = [each.detach().float().clone() for each in held]
     assert are_equal(torch.autograd.grad(outputs, leaves, grads), expected)
     assert are_equal([each.float() for each in held], copies)
+
+
+def test_payloads_are_freed_before_products_of_their_transposes(
+    device: torch.device, layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the outputs' gradients, which lie in the largest tensors that backward holds."""
+    sources: list[StorageWeakRef] = []
+    are_freed: list[bool] = []
+
+    def transpose_(source: Tensor, factor: Tensor) -> Tensor:
+        sources.append(StorageWeakRef(source.untyped_storage()))
+        return transpose(source, factor)
+
+    def product(*args: Any, **options: Any) -> Tensor:
+        if sources:
+            gc.collect()  # the interpreter leaves cycles
+            are_freed.append(sources[0].expired())
+            sources.clear()
+        return scaled_product(*args, **options)
+
+    leaves, grads = layer.draw(device, 7)
+    outputs = layer.function(*leaves)
+    monkeypatch.setattr(linear, "transpose", transpose_)
+    monkeypatch.setattr(linear, "scaled_product", product)
+    torch.autograd.backward(outputs, grads)
+    assert are_freed
+    assert all(are_freed)
 
 
 @pytest.mark.parametrize("lead", [(0,), (2, 0)])
