@@ -152,7 +152,7 @@ def _gradients(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, *others: 
     needs_x, needs_gate_up, needs_down, needs_scores, needs_gate_up_bias, needs_down_bias, *needs_adapters = needs
     where, top_k, block_rows = Index(*places), index.shape[1], layout.block_rows(len(z))
     narrow = partial(products.narrow, index=where, block_rows=block_rows)
-    (gate_up_a, gate_up_b, down_a, down_b), grads = adapters, list[Any](adapters)
+    gate_up_a, gate_up_b, down_a, down_b = adapters
     needs_z = needs_x or needs_gate_up or needs_gate_up_bias or any(needs_adapters[:2])
     needs_scaled = needs_down or any(needs_adapters[2:])
     grad_z = None if not needs_z else z if overwrite else torch.empty_like(z)
@@ -170,46 +170,40 @@ def _gradients(grad: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, *others: 
             by_expert = grad.float() @ down_bias.mT.float()
         is_used = (index >= 0) & (index < layout.num_experts)
         grad_scores += by_expert.gather(1, index.clamp(0, layout.num_experts - 1)).where(is_used, 0.0)
-    grad_x = grad_gate_up = grad_down = grad_gate_up_bias = grad_down_bias = None
+    found: list[Any] = [None, None, None, grad_scores, *6 * [None]]  # in the order of ``needs``
 
-    def differentiate(place: int, left: Any, right: Any, left_gathered: bool | None) -> None:
-        made = grads[place] = torch.empty_like(grads[place])
-        gradients.weight_gradient(left, right, where, top_k, left_gathered, made)
+    def differentiate(place: int, weight: Any, pair: tuple[Any, Any], left_gathered: bool | None) -> None:
+        found[place] = weight.new_empty(weight.shape)
+        gradients.weight_gradient(*pair, where, top_k, left_gathered, found[place])
 
     if scaled is not None:
         if needs_adapters[2]:
-            differentiate(2, low, scaled, None)
+            differentiate(8, down_a, (low, scaled), None)
         if needs_adapters[3]:
-            differentiate(3, grad, narrow(scaled, down_a), True)
+            differentiate(9, down_b, (grad, narrow(scaled, down_a)), True)
         if needs_down:
-            grad_down = down.new_empty(down.shape)
-            pair = (scaled, grad) if layout.transposed else (grad, scaled)
-            gradients.weight_gradient(*pair, where, top_k, not layout.transposed, grad_down)
-            del pair
+            differentiate(2, down, (scaled, grad) if layout.transposed else (grad, scaled), not layout.transposed)
         del scaled
     if needs_down_bias and down_bias is not None:
-        grad_down_bias = torch.empty_like(down_bias)
-        gradients.bias_gradient(grad, scores, where, top_k, grad_down_bias)
+        found[5] = torch.empty_like(down_bias)
+        gradients.bias_gradient(grad, scores, where, top_k, found[5])
     low = None if grad_z is None or gate_up_b is None else narrow(grad_z, gate_up_b.mT)
     if needs_x and grad_z is not None:
         rows = grad.new_empty((z.shape[0], x.shape[1]))
         low_weight = None if gate_up_a is None else gate_up_a.mT
         products.product(grad_z, layout.gate_up.mT, None, where, block_rows, rows, low, low_weight)
-        grad_x = x.new_empty(x.shape)
-        products.combine(rows, None, where, top_k, grad_x)
+        found[0] = x.new_empty(x.shape)
+        products.combine(rows, None, where, top_k, found[0])
         del rows
     if needs_adapters[0]:
-        differentiate(0, low, x, False)
+        differentiate(6, gate_up_a, (low, x), False)
     if needs_adapters[1]:
-        differentiate(1, grad_z, narrow(x, gate_up_a, top_k=top_k), None)
+        differentiate(7, gate_up_b, (grad_z, narrow(x, gate_up_a, top_k=top_k)), None)
     if grad_z is not None and needs_gate_up_bias:
-        grad_gate_up_bias = gate_up.new_empty((layout.num_experts, z.shape[1]))
-        gradients.bias_gradient(grad_z, None, where, top_k, grad_gate_up_bias)
+        found[4] = gate_up.new_empty((layout.num_experts, z.shape[1]))
+        gradients.bias_gradient(grad_z, None, where, top_k, found[4])
     if grad_z is not None and needs_gate_up:
-        grad_gate_up = gate_up.new_empty(gate_up.shape)
-        pair = (x, grad_z) if layout.transposed else (grad_z, x)
-        gradients.weight_gradient(*pair, where, top_k, layout.transposed, grad_gate_up)
-    found = grad_x, grad_gate_up, grad_down, grad_scores, grad_gate_up_bias, grad_down_bias, *grads
+        differentiate(1, gate_up, (x, grad_z) if layout.transposed else (grad_z, x), layout.transposed)
     return [each for each, needed in zip(found, needs, strict=True) if needed and each is not None]
 
 

@@ -38,16 +38,13 @@ def _gate_gradients(
         both_mask = inside[:, None] & (both < 2 * width)[None, :]
         z = tl.load(z_ptr + places, mask=both_mask, other=0.0).to(tl.float32)
         gate, up = split_pairs(z, BLOCK_ROWS, BLOCK_COLUMNS)
-        a, slope, by_up = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
-    elif GATED == 1:
-        places = long_rows[:, None] * 2 * width + columns[None, :]
-        gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(z_ptr + places + width, mask=mask, other=0.0).to(tl.float32)
-        a, slope, by_up = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
     else:
-        places = long_rows[:, None] * width + columns[None, :]
+        places = long_rows[:, None] * (1 + GATED) * width + columns[None, :]
         gate = tl.load(z_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        a, slope, by_up = gate_values(gate, None, constants, ACTIVATION, LIMIT, HALF)
+        up = None
+        if GATED == 1:
+            up = tl.load(z_ptr + places + width, mask=mask, other=0.0).to(tl.float32)
+    a, slope, by_up = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
     # Columns beyond the last one are 0 in grad_a, but 0 times a value that overflowed would not be.
     part = tl.sum(tl.where(mask, a * grad_a, 0.0), axis=1)
     if scaled_ptr is not None:
@@ -116,7 +113,7 @@ def _gate_backward_kernel(
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     grad_a = multiply_low(low_ptr, low_weight_ptr, expert, rows, end, columns, width, low_sizes, LOW_TERMS, PRECISION)
     grad_a = multiply(
-        grad_a, row_ptrs, weight_ptr + expert.to(tl.int64) * expert_stride, columns, width, hidden_size,
+        grad_a, None, row_ptrs, weight_ptr + expert.to(tl.int64) * expert_stride, 0, columns, width, hidden_size,
         column_stride, term_stride, BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
     )  # fmt: skip
     scores = tl.load(scores_ptr + pairs, mask=inside, other=0.0).to(tl.float32)

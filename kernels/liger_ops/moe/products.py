@@ -13,19 +13,19 @@ from torch import Tensor
 from liger_ops import backend
 from liger_ops.moe.gate import Gate, gate_values
 from liger_ops.moe.index import Index
-from liger_ops.moe.tiles import arguments_of, find_tile, multiply, multiply_both, multiply_low, split_pairs
+from liger_ops.moe.tiles import arguments_of, find_tile, multiply, multiply_low, split_pairs
 
 
 @backend.Kernel
-def _gate_up_kernel(
-    x_ptr,  # [num_tokens, hidden_size]
-    weight_ptr,  # [num_experts, width or 2 * width, hidden_size]
+def _product_kernel(
+    left_ptr,  # [num_tokens, num_terms], or [num_pairs, num_terms] without pairs
+    weight_ptr,  # [num_experts, width or 2 * width, num_terms]
     bias_ptr,  # [num_experts, width or 2 * width] or None
     low_ptr,  # [num_pairs, rank] and
     low_weight_ptr,  # [num_experts, width or 2 * width, rank], whose product is added; or None
-    z_ptr,  # [num_pairs, width or 2 * width] in the order of the weight, or None
-    a_ptr,  # [num_pairs, width]
-    pair_ptr,  # pair of each row
+    z_ptr,  # [num_pairs, width or 2 * width], products in the order of the weight, or None
+    a_ptr,  # [num_pairs, width], what the gate makes of products; None for products alone
+    pair_ptr,  # pair of each row, or None
     offsets_ptr,
     tile_starts_ptr,
     tile_experts_ptr,
@@ -33,7 +33,7 @@ def _gate_up_kernel(
     num_experts,
     num_blocks,
     width,
-    hidden_size,
+    num_terms,
     strides,  # of rows, and of the weight's experts, columns and terms
     low_sizes,
     constants,  # see Gate
@@ -48,7 +48,7 @@ def _gate_up_kernel(
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes BLOCK_COLUMNS columns of a tile of rows: products with gate and up, and a of them."""
+    """One program computes BLOCK_COLUMNS columns of a tile of rows: products, or what the gate makes of them too."""
     row_stride, expert_stride, column_stride, term_stride = strides
     expert, first_row, end, block = find_tile(
         offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_blocks, BLOCK_ROWS
@@ -56,13 +56,19 @@ def _gate_up_kernel(
     if expert < 0:
         return
     rows = first_row + tl.arange(0, BLOCK_ROWS)
+    if a_ptr is not None:
+        left_rows = (tl.load(pair_ptr + rows, mask=rows < end, other=0) // top_k).to(tl.int64)
+    else:
+        rows = rows.to(tl.int64)
+        left_rows = tl.minimum(rows, end - 1)
+        if pair_ptr is not None:
+            left_rows = (tl.load(pair_ptr + left_rows) // top_k).to(tl.int64)
     inside = rows < end
-    tokens = (tl.load(pair_ptr + rows, mask=inside, other=0) // top_k).to(tl.int64)
-    row_ptrs = x_ptr + tokens * row_stride
+    row_ptrs = left_ptr + left_rows * row_stride
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     mask = inside[:, None] & (columns < width)[None, :]
     weight = weight_ptr + expert.to(tl.int64) * expert_stride
-    HALF: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
+    HALF: tl.constexpr = left_ptr.dtype.element_ty != tl.float32
     z_width = width
     if GATED > 0:
         z_width = 2 * width
@@ -76,8 +82,8 @@ def _gate_up_kernel(
         if low_ptr is not None:
             low_up_ptr += width * low_sizes[2]
         up = multiply_low(low_ptr, low_up_ptr, expert, rows, end, columns, width, low_sizes, LOW_TERMS, PRECISION)
-        gate, up = multiply_both(
-            gate, up, row_ptrs, weight, width * column_stride, columns, width, hidden_size, column_stride, term_stride,
+        gate, up = multiply(
+            gate, up, row_ptrs, weight, width * column_stride, columns, width, num_terms, column_stride, term_stride,
             BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
         )  # fmt: skip
         if bias_ptr is not None:
@@ -95,7 +101,7 @@ def _gate_up_kernel(
             low_ptr, low_weight_ptr, expert, rows, end, all_columns, z_width, low_sizes, LOW_TERMS, PRECISION
         )
         z = multiply(
-            z, row_ptrs, weight, all_columns, z_width, hidden_size, column_stride, term_stride,
+            z, None, row_ptrs, weight, 0, all_columns, z_width, num_terms, column_stride, term_stride,
             BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
         )  # fmt: skip
         if bias_ptr is not None:
@@ -103,64 +109,17 @@ def _gate_up_kernel(
         if GATED == 2:
             gate, up = split_pairs(z, BLOCK_ROWS, BLOCK_COLUMNS)
             a, _, _ = gate_values(gate, up, constants, ACTIVATION, LIMIT, HALF)
-        else:
+        elif a_ptr is not None:
             a, _, _ = gate_values(z, None, constants, ACTIVATION, LIMIT, HALF)
         if z_ptr is not None:
             z_ptrs = z_ptr + long_rows[:, None] * z_width + all_columns[None, :]
             z_mask = inside[:, None] & (all_columns < z_width)[None, :]
             tl.store(z_ptrs, z.to(z_ptr.dtype.element_ty), mask=z_mask)
-    tl.store(a_ptr + long_rows[:, None] * width + columns[None, :], a.to(a_ptr.dtype.element_ty), mask=mask)
+    if a_ptr is not None:
+        tl.store(a_ptr + long_rows[:, None] * width + columns[None, :], a.to(a_ptr.dtype.element_ty), mask=mask)
 
 
-@backend.Kernel
-def _product_kernel(
-    left_ptr,  # [num_pairs, num_terms], or [num_tokens, num_terms] with pairs
-    weight_ptr,  # [num_experts, num_columns, num_terms]
-    bias_ptr,  # [num_experts, num_columns] or None
-    low_ptr,  # [num_pairs, rank] and
-    low_weight_ptr,  # [num_experts, num_columns, rank], whose product is added; or None
-    y_ptr,  # [num_pairs, num_columns]
-    pair_ptr,  # pair of each row, or None
-    offsets_ptr,
-    tile_starts_ptr,
-    tile_experts_ptr,
-    top_k,
-    num_experts,
-    num_blocks,
-    num_columns,
-    num_terms,
-    strides,  # of rows, and of the weight's experts, columns and terms
-    low_sizes,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_TERMS: tl.constexpr,
-    EVEN: tl.constexpr,
-    LOW_TERMS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One program multiplies a tile of rows with BLOCK_COLUMNS output features of its expert."""
-    row_stride, expert_stride, column_stride, term_stride = strides
-    expert, first_row, end, block = find_tile(
-        offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_blocks, BLOCK_ROWS
-    )
-    if expert < 0:
-        return
-    rows = (first_row + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-    columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    left_rows = tl.minimum(rows, end - 1)
-    if pair_ptr is not None:
-        left_rows = (tl.load(pair_ptr + left_rows) // top_k).to(tl.int64)
-    y = multiply_low(low_ptr, low_weight_ptr, expert, rows, end, columns, num_columns, low_sizes, LOW_TERMS, PRECISION)
-    y = multiply(
-        y, left_ptr + left_rows * row_stride, weight_ptr + expert.to(tl.int64) * expert_stride, columns, num_columns,
-        num_terms, column_stride, term_stride, BLOCK_TERMS, EVEN, NUM_STAGES, PRECISION,
-    )  # fmt: skip
-    if bias_ptr is not None:
-        bias = bias_ptr + expert.to(tl.int64) * num_columns + columns
-        y += tl.load(bias, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
-    mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
-    tl.store(y_ptr + rows[:, None] * num_columns + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+_NO_GATE = Gate().constants
 
 
 @backend.Kernel
@@ -209,19 +168,19 @@ def gate_up(
     ``weight`` is a view ``[num_experts, width or 2 * width, hidden_size]`` of any strides. ``gated`` is 0 without up,
     1 with up after the gate, 2 with up in odd features. ``low`` and ``low_weight``: see :func:`product`.
     """
-    width, hidden_size = a.shape[1], x.shape[1]
+    width = a.shape[1]
     products = (128, 2) if gated else (256, 1)
     arguments = arguments_of(x, weight, index, block_rows, low, low_weight, width, *products)
-    _gate_up_kernel.launch(
+    _product_kernel.launch(
         index.max_tiles(block_rows) * arguments["num_blocks"],
-        x_ptr=x,
+        left_ptr=x,
         bias_ptr=bias,
         z_ptr=z,
         a_ptr=a,
         pair_ptr=index.pair_of_row,
         top_k=top_k,
         width=width,
-        hidden_size=hidden_size,
+        num_terms=x.shape[1],
         GATED=gated,
         **gate.constants,
         **arguments,
@@ -250,11 +209,14 @@ def product(
         index.max_tiles(block_rows) * arguments["num_blocks"],
         left_ptr=left,
         bias_ptr=bias,
-        y_ptr=y,
+        z_ptr=y,
+        a_ptr=None,
         pair_ptr=None if top_k is None else index.pair_of_row,
         top_k=top_k or 1,
-        num_columns=num_columns,
+        width=num_columns,
         num_terms=num_terms,
+        GATED=0,
+        **_NO_GATE,
         **arguments,
     )
 

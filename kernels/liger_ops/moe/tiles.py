@@ -155,8 +155,10 @@ def find_tile(offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts, num_b
 @triton.jit
 def multiply(
     total,  # [BLOCK_ROWS, BLOCK_COLUMNS], what is added to
-    row_ptrs,  # [BLOCK_ROWS], addresses of rows
+    up,  # the same of a second weight, or None
+    row_ptrs,  # [BLOCK_ROWS], addresses of rows, which are read once for both
     weight_ptr,  # of the expert
+    up_offset,  # elements from this weight to the second
     columns,
     num_columns,
     num_terms,
@@ -167,22 +169,27 @@ def multiply(
     NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``total + rows @ weight.T`` in float32."""
+    """``total + rows @ weight.T`` in float32, and if there is a second weight also ``up + rows @ up_weight.T``."""
     terms = tl.arange(0, BLOCK_TERMS)
     places = columns[None, :] * column_stride + terms[:, None] * term_stride
+    up_ptr = weight_ptr + up_offset
     for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
         left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
-        if EVEN:
-            left = tl.load(left_ptrs)
-            right = tl.load(weight_ptr + places)
-        else:
-            inside = start + terms < num_terms
-            left = tl.load(left_ptrs, mask=inside[None, :], other=0.0)
-            mask = inside[:, None] & (columns < num_columns)[None, :]
-            right = tl.load(weight_ptr + places, mask=mask, other=0.0)
+        inside = start + terms < num_terms
+        mask = inside[:, None] & (columns < num_columns)[None, :]
+        left = tl.load(left_ptrs) if EVEN else tl.load(left_ptrs, mask=inside[None, :], other=0.0)
+        right = tl.load(weight_ptr + places) if EVEN else tl.load(weight_ptr + places, mask=mask, other=0.0)
+        if up is not None:
+            up_right = tl.load(up_ptr + places) if EVEN else tl.load(up_ptr + places, mask=mask, other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
         weight_ptr += BLOCK_TERMS * term_stride
-    return total
+        if up is not None:
+            up = tl.dot(left, up_right, up, input_precision=PRECISION)
+            up_ptr += BLOCK_TERMS * term_stride
+    if up is None:
+        return total
+    else:
+        return total, up
 
 
 @triton.jit
@@ -197,38 +204,10 @@ def multiply_low(
         row_ptrs = low_ptr + tl.minimum(rows, end - 1).to(tl.int64) * rank
         weight_ptr = low_weight_ptr + expert.to(tl.int64) * expert_stride
         total = multiply(
-            total, row_ptrs, weight_ptr, columns, num_columns, rank, column_stride, term_stride, TERMS, False, 1,
-            PRECISION,
+            total, None, row_ptrs, weight_ptr, 0, columns, num_columns, rank, column_stride, term_stride, TERMS, False,
+            1, PRECISION,
         )  # fmt: skip
     return total
-
-
-@triton.jit
-def multiply_both(
-    gate, up, row_ptrs, weight_ptr, up_offset, columns, num_columns, num_terms, column_stride, term_stride,
-    BLOCK_TERMS: tl.constexpr, EVEN: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same by gate and up, whose weight begins ``up_offset`` elements after the gate's; rows are read once."""
-    terms = tl.arange(0, BLOCK_TERMS)
-    places = columns[None, :] * column_stride + terms[:, None] * term_stride
-    up_ptr = weight_ptr + up_offset
-    for start in tl.range(0, num_terms, BLOCK_TERMS, num_stages=NUM_STAGES):
-        left_ptrs = row_ptrs[:, None] + (start + terms)[None, :]
-        if EVEN:
-            left = tl.load(left_ptrs)
-            gate_weight = tl.load(weight_ptr + places)
-            up_weight = tl.load(up_ptr + places)
-        else:
-            inside = start + terms < num_terms
-            mask = inside[:, None] & (columns < num_columns)[None, :]
-            left = tl.load(left_ptrs, mask=inside[None, :], other=0.0)
-            gate_weight = tl.load(weight_ptr + places, mask=mask, other=0.0)
-            up_weight = tl.load(up_ptr + places, mask=mask, other=0.0)
-        gate = tl.dot(left, gate_weight, gate, input_precision=PRECISION)
-        up = tl.dot(left, up_weight, up, input_precision=PRECISION)
-        weight_ptr += BLOCK_TERMS * term_stride
-        up_ptr += BLOCK_TERMS * term_stride
-    return gate, up
 
 
 @triton.jit
