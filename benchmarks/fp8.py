@@ -36,7 +36,7 @@ from liger_ops.fp8.linear import scaled_linear
 from liger_ops.fp8.products import Float8Options, scaled_product, unsupported
 from liger_ops.fp8.rows import quantize_rows
 from liger_ops.fp8.transpose import align, transpose
-from liger_ops.fp8.weights import quantize_weights, transpose_weights
+from liger_ops.fp8.weights import channel_scales, quantize_weights, transpose_weights
 
 BFLOAT16, FLOAT8, FAST = "bfloat16", "float8", "float8, fast accumulation"
 KINDS = ("fprop", "dgrad", "wgrad")
@@ -160,7 +160,7 @@ def measure_linear(model: str, linear: str, tensors: Linear, timer: Timer) -> It
     """The products of linear layers that share an input, and what quantizes and transposes their operands."""
     x, g, weights, w = tensors.x, tensors.g, tensors.weights, torch.cat(tensors.weights)
     (x_payload, x_scale), ((w_payload,), w_scale) = quantize_rows(x), quantize_weights(weights, together=True)
-    channel_scale = w_scale.bfloat16()
+    channel_scale = channel_scales(w_scale)
     g_payload, g_scale = quantize_rows(g, channel_scale)
     x_factor, g_factor, scale = align(x_scale, g_scale, channel_scale, x_is_payload=False)
     in_float8: list[tuple[Any, ...]] = [

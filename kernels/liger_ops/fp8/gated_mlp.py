@@ -29,7 +29,7 @@ from liger_ops.fp8.rows import (
     row_scale,
     to_e4m3,
 )
-from liger_ops.fp8.weights import quantize_weights
+from liger_ops.fp8.weights import channel_scales, quantize_weights
 from liger_ops.gated_linear_unit import ACTIVATIONS, activate
 
 _MAX_BLOCK = 16384
@@ -306,12 +306,12 @@ class GatedMLPFunction(torch.autograd.Function):
         dtype = backend.autocast_dtype(x.device.type) or x.dtype
         x_payload, x_scale = quantize_rows(backend.as_rows(x, x.shape[-1]))
         (gate_up_payload,), scale = quantize_weights(gate_up_weights, together=True)
-        gate_up_scale = scale.bfloat16()
+        gate_up_scale = channel_scales(scale)
         how = options.of_product(0, x.shape[-1])
         gate_up = scaled_product(x_payload, gate_up_payload, x_scale, scale, dtype=dtype, **how)
         del x_payload, gate_up_payload
         (payload,), scale = quantize_weights([down])
-        down_scale = scale.bfloat16()
+        down_scale = channel_scales(scale)
         saved = [*gate_up_weights, down, gate_up_scale, down_scale]
         if any(ctx.needs_input_grad[6:]):
             saved += [x, x_scale]

@@ -7,6 +7,8 @@ channel as in torchao's "rowwise"), and one payload each, from which both of its
     dx = (g_q W_q) * g_scale[m]                     where g_q is the payload of g * w_scale[n], which is exact
     dW = (g_q'^T x_q') * 2**C / w_scale[n]          with rows brought to one scale, see liger_ops.fp8.transpose
 
+In the last two w_scale is that of liger_ops.fp8.weights.channel_scales, which differs for rows of W far below others.
+
 Saved for backward: x and the weights as they are, and the scales. Payloads are recomputed, with the same values.
 """
 
@@ -21,7 +23,7 @@ from liger_ops.arguments import check_floating_tensors, check_shape, wrong_value
 from liger_ops.fp8.products import DEFAULT_OPTIONS, MULTIPLE, Float8Options, scaled_product
 from liger_ops.fp8.rows import E4M3, quantize_rows
 from liger_ops.fp8.transpose import align, transpose
-from liger_ops.fp8.weights import quantize_weights, transpose_weights
+from liger_ops.fp8.weights import channel_scales, quantize_weights, transpose_weights
 
 BeforeOutput = Callable[[Sequence[Tensor]], None]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -84,7 +86,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         rows = backend.as_rows(x, x.shape[-1])
         x_payload, x_scale = quantize_rows(rows)
         payloads, w_scale = quantize_weights(weights)
-        channel_scale = w_scale.bfloat16()  # powers of two, half as many bytes
+        channel_scale = channel_scales(w_scale)
         saved = [*weights, channel_scale, *((x, x_scale) if any(ctx.needs_input_grad[3 : 3 + count]) else ())]
         if before is not None:
             before(saved)

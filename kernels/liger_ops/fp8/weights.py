@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_ops import backend
-from liger_ops.fp8.rows import E4M3, ones, quantize_rows
+from liger_ops.fp8.rows import E4M3, quantize_rows
 from liger_ops.fp8.transpose import transpose
 
 _COPIES = {
@@ -178,13 +180,59 @@ def quantize_weights(weights: Sequence[Tensor], *, together: bool = False) -> tu
     return payloads, scale
 
 
+@backend.Kernel
+def _channel_scale_kernel(
+    scale_ptr,  # [num_channels]
+    target_ptr,  # [num_channels]
+    num_channels,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Each program finds the largest scale of all, and writes a block."""
+    block = tl.arange(0, BLOCK_SIZE)
+    largest = tl.full([BLOCK_SIZE], 9.313225746154785e-10, tl.float32)
+    for start in range(0, num_channels, BLOCK_SIZE):
+        scale = tl.load(scale_ptr + start + block, mask=start + block < num_channels, other=0.0)
+        largest = tl.where(scale > largest, scale, largest)
+    least = tl.max(largest) * 0.0009765625
+    channels = tl.program_id(0) * BLOCK_SIZE + block
+    scale = tl.load(scale_ptr + channels, mask=channels < num_channels, other=0.0)
+    tl.store(target_ptr + channels, tl.where(scale < least, least, scale), mask=channels < num_channels)
+
+
+@backend.register_op("fp8_channel_scales", fake=lambda scale: scale.bfloat16())
+def _channel_scales(scale: Tensor) -> Tensor:
+    target = torch.empty_like(scale, dtype=torch.bfloat16)
+    _channel_scale_kernel.launch(
+        triton.cdiv(scale.shape[0], 4096),
+        scale_ptr=scale,
+        target_ptr=target,
+        num_channels=scale.shape[0],
+        BLOCK_SIZE=4096,
+        num_warps=8,
+    )
+    return target
+
+
+def channel_scales(scale: Tensor) -> Tensor:
+    """What backward multiplies the channels of a gradient by, and divides the rows of weights by: ``[N]``, in bfloat16.
+
+    These are the ``scale`` of weights, except that none is less than 2**-10 of the largest, or of 2**-30: gradients of
+    all channels share a scale per token, in which those of rows that are zeros, or nearly, would otherwise be lost.
+    """
+    if backend.use_triton(scale):
+        result: Tensor = _channel_scales(scale)
+        return result
+    largest = scale.nan_to_num(0.0).amax().clamp(min=2.0**-30)
+    return scale.clamp(min=largest * 2.0**-10).bfloat16()
+
+
 def transpose_weights(weights: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """All payloads transposed, ``[K, N]``, made anew with known scales."""
+    """All payloads transposed, ``[K, N]``, made anew with the scales that :func:`channel_scales` gave."""
     sizes = [weight.shape[0] for weight in weights]
     target = scale.new_empty((weights[0].shape[1], sum(sizes)), dtype=E4M3)
     for weight, columns, scales in zip(weights, target.split(sizes, dim=1), scale.split(sizes), strict=True):
         if isinstance(weight, Float8Weight):
-            transpose(weight.payload, ones(weight.shape[0], weight.device), target=columns)
+            transpose(weight.payload, weight.scale / scales, target=columns)
         else:
             transpose(weight, scales, inverse=True, target=columns)
     return target

@@ -98,6 +98,27 @@ def test_sums_of_small_integers_are_exact(draw: Any, device: torch.device) -> No
             assert torch.equal(found.cpu(), rounded)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-8, 1e-4, 1.0])
+@pytest.mark.parametrize("others", [0.0, 1e-8, 1.0, 1e4])
+def test_rows_of_weights_that_are_far_smaller_than_others_learn(
+    device: torch.device, size: float, others: float
+) -> None:
+    """As those of layers that begin with zeros do, alone or beside others that share their input."""
+    x, (small, large), upstream = draw_layer(device, torch.float32)
+    weights = [small * size, large * others]
+    leaves = leaves_of(x, *weights)
+    grads = torch.autograd.grad(scaled_linear(leaves[0], leaves[1:]), leaves, [g * 1e-6 for g in upstream])
+    wide = leaves_of(*(each.double() for each in leaves))
+    outputs = [F.linear(wide[0], weight) for weight in wide[1:]]
+    for found, truth in zip(
+        grads, torch.autograd.grad(outputs, wide, [g.double() * 1e-6 for g in upstream]), strict=True
+    ):
+        assert (found - truth).norm() <= 0.05 * truth.norm()
+    held = [Float8Weight.of(weight) for weight in weights]
+    (grad_x,) = torch.autograd.grad(scaled_linear(leaves[0], held), leaves[0], [g * 1e-6 for g in upstream])
+    assert (grad_x - grads[0]).norm() <= 1e-3 * grads[0].norm()  # small payloads are rounded twice
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 100])
 def test_products_are_those_of_payloads(device: torch.device, dtype: torch.dtype, num_rows: int) -> None:
