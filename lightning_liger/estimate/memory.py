@@ -228,7 +228,7 @@ def inspect_model(
     built, plain = (make_model(found_config, dtype, lora) for _ in range(2))
     kernels = apply_liger_kernels(built, fp8=fp8 or None)
     if strategy in ("single", "ddp"):  # as these do by default
-        hold_frozen(built)
+        list(hold_frozen(built, on_meta=True))
     models = {OURS: built, HUGGING_FACE: plain}
     states = {name: states_of(each, strategy, num_gpus, precision, optimizer) for name, each in models.items()}
     converted = [each for each in converted_layers(built) if batch_size * seq_len >= each.min_tokens]

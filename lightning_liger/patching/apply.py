@@ -27,7 +27,7 @@ from lightning_liger.patching.rules.adapters import AdapterRule
 from lightning_liger.patching.rules.base import Patched, Replacement, Rule
 from lightning_liger.patching.rules.gated_mlp import MLPReplacement
 from lightning_liger.patching.rules.head import LOSS_WANTED, HeadRule
-from lightning_liger.patching.rules.linear import convert, find_layers_of
+from lightning_liger.patching.rules.linear import convert, find_layers_of, hold_frozen
 from lightning_liger.patching.verify import Mismatch, trial
 from lightning_liger.sequences.empty_cache import give_empty_cache
 
@@ -130,6 +130,8 @@ def apply_liger_kernels(model: nn.Module, kernels: KernelChoice = "auto", fp8: F
         for members, entry in linears:
             if recipe is not None and entry.replacement is not None:
                 report._undo.extend(convert(members, recipe))
+        if recipe is not None and recipe.hold_frozen is True:
+            report._undo.extend(hold_frozen(model))
         if any(entry.kernel == _HEAD and entry.replacement is not None for entry in report.entries):
             for owner, _ in _heads(model):
                 report._undo.extend([*_watch_labels(owner), *give_empty_cache(owner)])

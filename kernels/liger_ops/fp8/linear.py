@@ -91,6 +91,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         if before is not None:
             before(saved)
         ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)  # layers whose outputs nobody used get no gradients of zeros
         ctx.options, ctx.count, ctx.x_shape, ctx.x_dtype = options, count, x.shape, x.dtype
         settings = {"dtype": backend.autocast_dtype(x.device.type) or x.dtype, **options.of_product(0, x.shape[-1])}
         return tuple(
@@ -100,17 +101,30 @@ class ScaledLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @backend.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         options: Float8Options = ctx.options
         count = ctx.count
         needs_weights, needs_biases = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
         saved = ctx.saved_tensors  # read once, as PyTorch's activation checkpointing asks
         weights, w_scale, inputs = saved[:count], saved[count], saved[count + 1 :]
-        rows = [backend.as_rows(grad, grad.shape[-1]) for grad in grads]
+        like = next((grad for grad in grads if grad is not None), None)
+        if like is None:
+            return (None,) * (3 + 2 * count)
+        rows = [
+            like.new_zeros(ctx.x_shape[:-1].numel(), len(weight))
+            if grad is None
+            else backend.as_rows(grad, len(weight))
+            for grad, weight in zip(grads, weights, strict=True)
+        ]
+        are_used = [grad is not None for grad in grads]
+        needs_weights, needs_biases = (
+            [need and is_used for need, is_used in zip(needs, are_used, strict=True)]
+            for needs in (needs_weights, needs_biases)
+        )
         quantized = list(quantize_rows(rows, w_scale))
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = input_gradient(weights, w_scale, quantized, grads[0].dtype, options)
+            grad_x = input_gradient(weights, w_scale, quantized, like.dtype, options)
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
         inputs = (*(backend.as_rows(x, x.shape[-1]) for x in inputs[:1]), *inputs[1:])
         grad_weights = weight_gradients(weights, needs_weights, inputs, rows, quantized, w_scale, options)

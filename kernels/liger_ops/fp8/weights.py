@@ -30,6 +30,8 @@ class Float8Weight(Tensor):
 
     payload: Tensor
     scale: Tensor
+    is_held = False
+    """Whether this is what memory holds of a frozen parameter."""
 
     @staticmethod
     def __new__(cls, payload: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> "Float8Weight":
@@ -70,7 +72,7 @@ class Float8Weight(Tensor):
     @data.setter
     def data(self, other: Tensor) -> None:
         if not isinstance(other, Float8Weight):
-            raise _unwritable("data.__set__")
+            raise unwritable("data.__set__")
         self.payload, self.scale = other.parts
 
     @classmethod
@@ -88,10 +90,12 @@ class Float8Weight(Tensor):
                 parts = [each.to(device or each.device, copy=True) for each in (weight.payload, weight.scale)]
             else:
                 parts = [func(each) for each in weight.parts]
-            return Float8Weight(parts[0], parts[1], kwargs.get("dtype") or weight.dtype)
+            copy = Float8Weight(parts[0], parts[1], kwargs.get("dtype") or weight.dtype)
+            copy.is_held = weight.is_held
+            return copy
         if func._schema.is_mutable and any(isinstance(each, cls) for each in _written(func, args, kwargs)):
             if func is not torch.ops.aten.copy_.default or args[0].requires_grad:
-                raise _unwritable(func)
+                raise unwritable(func)
             args[0].payload.copy_((found := cls.of(args[1])).payload)
             args[0].scale.copy_(found.scale)
             return args[0]
@@ -120,14 +124,14 @@ class _View(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable and any(isinstance(each, cls) for each in _written(func, args, kwargs)):
-            raise _unwritable(func)
+            raise unwritable(func)
         args, kwargs = torch.utils._pytree.tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
         return cls.of(func, result)
 
 
-def _unwritable(operation: Any) -> RuntimeError:
+def unwritable(operation: Any) -> RuntimeError:
     """Not a TypeError: Python takes that of an operator such as += for an operation that is not in place."""
     return RuntimeError(
         f"{operation} would write to a weight that is held in float8, which only copy_ may while it is frozen: to train"

@@ -19,7 +19,7 @@ from liger_ops.arguments import did_you_mean
 from liger_ops.backend import autocast_dtype
 from liger_ops.fp8.linear import DTYPES, scaled_linear
 from liger_ops.fp8.products import MULTIPLE, Float8Options
-from liger_ops.fp8.weights import Float8Shard, Float8Weight, plain
+from liger_ops.fp8.weights import Float8Shard, Float8Weight, plain, unwritable
 from lightning_liger.activations.cheap import count_writes
 from lightning_liger.activations.frames import end_recomputation_with
 from lightning_liger.activations.layers import find_layers
@@ -50,6 +50,9 @@ class Float8Layers:
         self.compiled_products = 0, 0
         """The same of the last call in compiled code, until :meth:`take_products`."""
         self._shares = len(members) > 1
+        self._splits = False
+        """Whether a layer turned out to have an input of its own: the next call of the first one ends the sharing."""
+        self._first: nn.Linear | None = None
         self._lock = threading.RLock()
         self._waiting: tuple[Any, Hashable, dict[int, tuple[Tensor, tuple[Hashable, ...]]]] | None = None
 
@@ -65,6 +68,8 @@ class Float8Layers:
 
     def applies_to(self, x: Tensor, members: Collection[nn.Linear]) -> bool:
         """Whether the recipe multiplies ``x`` by the weights of these members in float8."""
+        for member in members:
+            _check_frozen(member)
         if type(x) not in (Tensor, nn.Parameter) or x.dim() == 0 or x.shape[-1] != self.members[0].in_features:
             return False
         return all(
@@ -110,16 +115,17 @@ class Float8Layers:
             if parallel is not None:
                 self.count(x, [member], True)
                 return parallel
-        if self.has_few_tokens(x) or not self.applies_to(x, [member]):
+        if _is_parametrized(member) or self.has_few_tokens(x) or not self.applies_to(x, [member]):
             if member.training:
                 self.count(x, [member], False)
+                _check_frozen(member)
             return original.forward(member, x)
         self.count(x, [member], True)
         if torch.compiler.is_compiling():
             return _run([member], x, self.recipe.options)[0]
         with self._lock:
             output = self._take(member, x) if self._shares else None
-            members = self._partners(member, x) if self._shares and output is None else [member]
+            members = self._partners(member, x) if output is None and self._has_partners(member) else [member]
         if output is not None:
             return output
         outputs = _run(members, x, self.recipe.options)
@@ -163,7 +169,7 @@ class Float8Layers:
             self._waiting = None
             return None
         if of() is not x or state != _state(x):
-            self._shares = of() is x  # else this layer has an input of its own, as in attention to another sequence
+            self._splits = self._splits or of() is not x  # as in attention to another sequence
             self._waiting = None
             return None
         output, state_of_member = outputs.pop(id(member))
@@ -171,15 +177,24 @@ class Float8Layers:
             self._waiting = None
         return output if state_of_member == _state_of(member) else None
 
+    def _has_partners(self, member: nn.Linear) -> bool:
+        """Whether a call computes the outputs of all; what backward recomputes does so where the call itself did."""
+        if self._splits and self._shares and torch._C._current_graph_task_id() != -1:
+            return member is self._first
+        self._shares = self._shares and not (self._splits and member is self._first)
+        return self._shares and not self._splits
+
     def _partners(self, member: nn.Linear, x: Tensor) -> list[nn.Linear]:
-        if not self._shares or not self.applies_to(x, self.members) or any(map(_is_called_otherwise, self.members)):
+        if x.is_inference() or any(map(_is_called_otherwise, self.members)) or not self.applies_to(x, self.members):
             return [member]
+        self._first = member
         return self.members
 
 
 def _state(x: Tensor) -> tuple[Hashable, ...]:
     """What must be the same for two layers' outputs to come from one call."""
-    return count_writes(x), torch.is_grad_enabled(), threading.get_ident(), autocast_dtype(x.device.type)
+    of_x = count_writes(x), x.requires_grad, x.untyped_storage()._cdata
+    return *of_x, torch.is_grad_enabled(), threading.get_ident(), autocast_dtype(x.device.type)
 
 
 def _state_of(member: nn.Linear) -> tuple[Hashable, ...]:
@@ -189,9 +204,22 @@ def _state_of(member: nn.Linear) -> tuple[Hashable, ...]:
     return tuple((id(each), count_writes(each), each.requires_grad, each.untyped_storage()._cdata) for each in tensors)
 
 
+def _check_frozen(member: nn.Linear) -> None:
+    """Raises if a weight that is held in float8 is to be trained: optimizers may know the one that it was before."""
+    weight = member._parameters.get("weight")
+    if isinstance(weight, Float8Weight) and weight.is_held and weight.requires_grad and torch.is_grad_enabled():
+        raise unwritable("Training")
+
+
 def _is_called_otherwise(member: nn.Linear) -> bool:
     """Whether a call of a layer is more than its forward."""
-    return has_hooks(member) or "forward" in vars(member)
+    is_watched = has_hooks(member) or torch.nn.modules.module._has_any_global_hook()
+    return is_watched or "forward" in vars(member) or _is_parametrized(member)
+
+
+def _is_parametrized(member: nn.Module) -> bool:
+    """Whether each look at the weight computes it."""
+    return "parametrizations" in member._modules
 
 
 def _run(members: Sequence[nn.Linear], x: Tensor, options: Float8Options) -> tuple[Tensor, ...]:
@@ -217,7 +245,8 @@ class Float8Replacement(Replacement):
 
         def _save_to_state_dict(self: nn.Linear, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
             linear._save_to_state_dict(self, destination, prefix, keep_vars)
-            destination[prefix + "weight"] = plain(destination[prefix + "weight"])
+            if prefix + "weight" in destination:  # no parametrization is
+                destination[prefix + "weight"] = plain(destination[prefix + "weight"])
 
         return {"forward": forward, "_save_to_state_dict": _save_to_state_dict}
 
@@ -306,6 +335,8 @@ def find_layers_of(
 
 def _reason_against(module: nn.Linear, name: str, parent: nn.Module) -> str | None:
     leaf = name.rpartition(".")[2]
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies by its weight itself"
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         return "it has a forward of its own"
     if has_hooks(module) or parametrize.is_parametrized(module):
@@ -339,26 +370,51 @@ def convert(members: Sequence[nn.Linear], recipe: Float8Recipe) -> Iterator[Call
         patched: Any = Float8Replacement().patched_class(type(member))
         member.__class__ = patched
         yield partial(vars(member).pop, ATTRIBUTE)
-        if recipe.hold_frozen is True and not member.weight.requires_grad and not member.weight.is_meta:
-            _quantize(member)
-            yield partial(_dequantize, member)
 
 
-def _quantize(member: nn.Linear) -> None:
-    member.weight = nn.Parameter(Float8Weight.of(member.weight), requires_grad=False)
+def _exchange(
+    model: nn.Module, members: Collection[nn.Linear], make: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[nn.Parameter, list[nn.Linear]]]:
+    """Exchanges the weights of ``members``, one for all that share it; not those that other modules hold too.
+
+    Yields the new parameters, and whose they are.
+    """
+    weights = {id(member.weight): member.weight for member in members}
+    owners: dict[int, list[Any]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if id(parameter) in weights:
+                owners.setdefault(id(parameter), []).append(module)
+    for key, modules in owners.items():
+        if all(module in members for module in modules):
+            weight = weights[key]
+            new = nn.Parameter(make(weight.detach()), requires_grad=weight.requires_grad)
+            for module in modules:
+                module.weight = new
+            yield new, modules
 
 
-def _dequantize(member: nn.Linear) -> None:
-    if isinstance(member.weight, Float8Weight):
-        member.weight = nn.Parameter(member.weight.dequantize(), requires_grad=False)
+def _dequantize(members: Sequence[nn.Linear]) -> None:
+    held = members[0].weight
+    if isinstance(held, Float8Weight):
+        weight = nn.Parameter(held.dequantize(), requires_grad=held.requires_grad)
+        for member in members:
+            if member.weight is held:
+                member.weight = weight
 
 
-def hold_frozen(model: nn.Module) -> None:
-    """Holds the frozen weights of converted layers in float8, on the meta device too."""
-    for layers in converted_layers(model):
-        for member in layers.members:
-            if not member.weight.requires_grad:
-                _quantize(member)
+def hold_frozen(model: nn.Module, *, on_meta: bool = False) -> Iterator[Callable[[], None]]:
+    """Holds the frozen weights of converted layers in float8; returns what undoes it."""
+    frozen = {
+        member
+        for layers in converted_layers(model)
+        for member in layers.members
+        if not member.weight.requires_grad and not isinstance(member.weight, Float8Weight)
+        if on_meta or not member.weight.is_meta
+    }
+    for weight, members in _exchange(model, frozen, Float8Weight.of):
+        weight.is_held = True  # type: ignore[attr-defined]  # a Float8Weight
+        yield partial(_dequantize, members)
 
 
 def gather_in_float8(model: nn.Module, num_ranks: int) -> None:
@@ -366,18 +422,16 @@ def gather_in_float8(model: nn.Module, num_ranks: int) -> None:
 
     It is about to shard ``model`` over so many ranks, and takes only payloads as large on each of them.
     """
-    uneven = set()
-    for layers in converted_layers(model):
-        for member in layers.members if layers.recipe.all_gather else ():
-            if member.out_features % num_ranks:
-                uneven.add(member.out_features)
-            elif not isinstance(member.weight, DTensor):
-                shard = Float8Shard(member.weight.detach())
-                member.weight = nn.Parameter(shard, requires_grad=member.weight.requires_grad)
-    if uneven:
+    asked = {member for layers in converted_layers(model) if layers.recipe.all_gather for member in layers.members}
+    even = {member for member in asked if member.out_features % num_ranks == 0}
+    found = list(_exchange(model, {each for each in even if not isinstance(each.weight, DTensor)}, Float8Shard))
+    gathered = {member for _, members in found for member in members}
+    left_out = {member for member in asked - gathered if not isinstance(member.weight, DTensor)}
+    if left_out:
+        rows = sorted({member.out_features for member in left_out})
         rank_zero_warn(
-            f"all_gather: weights with {sorted(uneven)} rows are gathered in their own dtype, because {num_ranks} ranks"
-            " do not divide them"
+            f"all_gather: weights with {rows} rows are gathered in their own dtype, because {num_ranks} ranks do not"
+            " divide them, or because layers that do not run in float8 share them"
         )
 
 

@@ -159,14 +159,13 @@ def test_the_largest_that_fits():
         assert needed.call_count < 12
 
 
-def test_float8_keeps_less_and_needs_memory_for_payloads():
-    """Between the products of a gated MLP nothing is kept but gate and up."""
+def test_float8_keeps_less_and_needs_less():
+    """Between the products of a gated MLP nothing is kept but gate and up, not even for the last product."""
     config = {**TINY, "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 2}
     plain, found = (inspect_model("llama", config=config, batch_size=8, fp8=fp8) for fp8 in (False, True))
     assert {each.replacement for each in found.kernels.entries if each.kernel == "fp8"} > {None}
-    stored, in_float8 = plain.rows[0], found.rows[0]
-    assert in_float8.num_bytes["activations"] < stored.num_bytes["activations"]
-    assert found.rows[2].num_bytes["activations"] > plain.rows[2].num_bytes["activations"]
+    for row in (0, 2):  # stored and recomputed
+        assert found.rows[row].num_bytes["activations"] < plain.rows[row].num_bytes["activations"]
     assert found.as_dict()["settings"]["fp8"]
 
 
