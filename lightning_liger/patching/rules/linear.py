@@ -115,7 +115,7 @@ class Float8Layers:
             if parallel is not None:
                 self.count(x, [member], True)
                 return parallel
-        if _is_parametrized(member) or self.has_few_tokens(x) or not self.applies_to(x, [member]):
+        if parametrize.is_parametrized(member) or self.has_few_tokens(x) or not self.applies_to(x, [member]):
             if member.training:
                 self.count(x, [member], False)
                 _check_frozen(member)
@@ -214,12 +214,7 @@ def _check_frozen(member: nn.Linear) -> None:
 def _is_called_otherwise(member: nn.Linear) -> bool:
     """Whether a call of a layer is more than its forward."""
     is_watched = has_hooks(member) or torch.nn.modules.module._has_any_global_hook()
-    return is_watched or "forward" in vars(member) or _is_parametrized(member)
-
-
-def _is_parametrized(member: nn.Module) -> bool:
-    """Whether each look at the weight computes it."""
-    return "parametrizations" in member._modules
+    return is_watched or "forward" in vars(member) or parametrize.is_parametrized(member)
 
 
 def _run(members: Sequence[nn.Linear], x: Tensor, options: Float8Options) -> tuple[Tensor, ...]:
