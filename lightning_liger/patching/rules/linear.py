@@ -2,6 +2,7 @@
 
 import fnmatch
 import functools
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -34,11 +35,16 @@ _ATTENTION = {"q", "k", "v", "kv", "qkv", "query", "key", "value", "wq", "wk", "
 _TOLERANCE = 0.06
 
 
+_this_thread = threading.local()
+"""Has weak references to the layers of which outputs wait, one at a time."""
+
+
 class Float8Layers:
     """Linear layers that a recipe converts, one or several that get the same input one after another.
 
     The first one that is called computes the outputs of all, the others take theirs. If one of them gets another input
-    than the first one got, they run one by one from then on.
+    than the first one got, they run one by one as soon as backward of the calls that computed all is over: what it
+    recomputes has to be the same.
     """
 
     def __init__(self, recipe: Float8Recipe, members: Sequence[nn.Linear]) -> None:
@@ -51,16 +57,18 @@ class Float8Layers:
         """The same of the last call in compiled code, until :meth:`take_products`."""
         self._shares = len(members) > 1
         self._splits = False
-        """Whether a layer turned out to have an input of its own: the next call of the first one ends the sharing."""
+        """Whether a layer turned out to have an input of its own."""
         self._first: nn.Linear | None = None
+        self._nodes = weakref.WeakSet[Any]()
+        """Of the graphs of calls that computed the outputs of all, until their backward."""
         self._lock = threading.RLock()
         self._waiting: tuple[Any, Hashable, dict[int, tuple[Tensor, tuple[Hashable, ...]]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None, "_waiting": None}
+        return {**vars(self), "_lock": None, "_nodes": None, "_waiting": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.RLock())
+        vars(self).update(state, _lock=threading.RLock(), _nodes=weakref.WeakSet())
 
     def has_few_tokens(self, x: Tensor) -> bool:
         """Whether ``x`` is a plain tensor of so few tokens that nothing else has to be looked at."""
@@ -128,12 +136,24 @@ class Float8Layers:
             members = self._partners(member, x) if output is None and self._has_partners(member) else [member]
         if output is not None:
             return output
+        if len(members) > 1:
+            self._forget_others()
         outputs = _run(members, x, self.recipe.options)
         if len(members) > 1:
             results = zip(members, outputs, strict=True)
             others = {id(each): (result, _state_of(each)) for each, result in results if each is not member}
+            if (node := outputs[0].grad_fn) is not None:
+                self._nodes.add(node)
+                node.register_prehook(partial(_end, self._nodes, weakref.ref(node)))
             self._waiting = weakref.ref(x), _state(x), others
         return outputs[members.index(member)]
+
+    def _forget_others(self) -> None:
+        """Frees outputs, and the graph that they are of, that wait because an error ended a forward between layers."""
+        last = getattr(_this_thread, "waiting", lambda: None)()
+        if last is not None and last is not self:
+            last._waiting = None
+        _this_thread.waiting = weakref.ref(self)
 
     def _run_parallel(self, member: nn.Linear, x: DTensor) -> DTensor | None:
         """The output of a layer of which tensor parallelism gave this rank some outputs or inputs; None if it cannot.
@@ -179,16 +199,19 @@ class Float8Layers:
 
     def _has_partners(self, member: nn.Linear) -> bool:
         """Whether a call computes the outputs of all; what backward recomputes does so where the call itself did."""
-        if self._splits and self._shares and torch._C._current_graph_task_id() != -1:
-            return member is self._first
-        self._shares = self._shares and not (self._splits and member is self._first)
-        return self._shares and not self._splits
+        is_first = member is self._first
+        self._shares = self._shares and not (self._splits and is_first and not self._nodes)
+        return self._shares and (is_first or not self._splits)
 
     def _partners(self, member: nn.Linear, x: Tensor) -> list[nn.Linear]:
         if x.is_inference() or any(map(_is_called_otherwise, self.members)) or not self.applies_to(x, self.members):
             return [member]
         self._first = member
         return self.members
+
+
+def _end(nodes: "weakref.WeakSet[Any]", node: Callable[[], Any], gradients: Sequence[Tensor]) -> None:
+    nodes.discard(node())
 
 
 def _state(x: Tensor) -> tuple[Hashable, ...]:
@@ -243,7 +266,14 @@ class Float8Replacement(Replacement):
             if prefix + "weight" in destination:  # no parametrization is
                 destination[prefix + "weight"] = plain(destination[prefix + "weight"])
 
-        return {"forward": forward, "_save_to_state_dict": _save_to_state_dict}
+        def _apply(self: nn.Linear, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Linear:
+            weight = self._parameters.get("weight")
+            if isinstance(weight, Float8Weight) and weakref.getweakrefcount(weight):
+                gc.collect()  # weights cannot be exchanged with weak references to them, which Dynamo's garbage has
+            module: nn.Linear = linear._apply(self, fn, recurse)
+            return module
+
+        return {"forward": forward, "_save_to_state_dict": _save_to_state_dict, "_apply": _apply}
 
     def verify(self, module: nn.Module) -> float:
         return measure_error(module.weight.device, Float8Options())

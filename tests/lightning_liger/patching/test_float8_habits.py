@@ -1,6 +1,7 @@
 """Float8 layers in modules that call, watch, share, change and free them in ways of their own."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_ops.fp8.weights import Float8Shard, Float8Weight
 from lightning_liger import Float8Recipe, apply_liger_kernels
+from lightning_liger.patching.rules import linear
 from lightning_liger.patching.rules.linear import gather_in_float8
 from tests.lightning_liger.tiny import tiny_batch, tiny_llama
 
 EVERY = Float8Recipe(filter=["*"], min_tokens=1)
 HELD = Float8Recipe(filter=["*"], min_tokens=1, hold_frozen=True)
+
+
+_run = linear._run
 
 
 def projections(recipe: Float8Recipe | None = EVERY, names: str = "qk") -> Any:
@@ -32,8 +37,11 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).norm() <= 0.06 * expected.norm()
 
 
+@pytest.mark.parametrize("num_forwards", [1, 2, 3])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_attention_to_another_sequence_is_recomputed_as_it_was_computed(use_reentrant: bool) -> None:
+def test_attention_to_another_sequence_is_recomputed_as_it_was_computed(
+    use_reentrant: bool, num_forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
     results: list[list[Tensor]] = [[], []]
@@ -45,9 +53,17 @@ def test_attention_to_another_sequence_is_recomputed_as_it_was_computed(use_reen
 
         for _ in range(3):
             x.grad = y.grad = None
-            output = checkpoint(attend, x, y, use_reentrant=use_reentrant) if recompute else attend(x, y)
-            output.sum().backward()
-            found += [output, x.grad, y.grad]
+            outputs = [
+                checkpoint(attend, x, y, use_reentrant=use_reentrant) if recompute else attend(x, y)
+                for _ in range(num_forwards)
+            ]
+            torch.stack(outputs).sum().backward()
+            found += [*outputs, x.grad, y.grad]
+        sizes: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "_run", lambda *args, s=sizes: s.append(len(args[0])) or _run(*args))
+            attend(x, y)
+        assert sizes == [1, 1, 1]
     for each, expected in zip(*results, strict=True):
         assert torch.equal(each, expected)
 
@@ -195,3 +211,33 @@ def test_weights_that_are_held_in_float8_are_not_trained(num_tokens: int, moves:
     model["q_proj"](x).sum().backward()
     assert model["q_proj"].weight.grad is not None
     assert optimizer.param_groups[0]["params"][0] is not model["q_proj"].weight
+
+
+def test_held_weights_can_be_moved_when_garbage_has_weak_references_to_them() -> None:
+    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    apply_liger_kernels(model, "none", fp8=HELD)
+    garbage: list[Any] = [weakref.ref(model[0].weight)]  # as Dynamo leaves behind
+    garbage.append(garbage)
+    del garbage
+    assert model.to(torch.bfloat16)[0].weight.dtype == torch.bfloat16
+    alive = weakref.ref(model[0].weight)
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        model.to(torch.float32)
+    assert alive() is model[0].weight
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_what_waits_when_an_error_ends_a_forward_is_freed_by_the_next() -> None:
+    first, second = projections(), projections()
+    x = torch.randn(8, 32, requires_grad=True)
+    hidden = first["k_proj"](first["q_proj"](x)).tanh()
+    graph = weakref.ref(hidden)
+    second["q_proj"](hidden)  # an error ends the forward here
+    del hidden
+    assert graph() is not None
+    found = first["q_proj"](x)
+    assert graph() is None
+    expected = first["k_proj"](x), second["k_proj"](x)
+    assert torch.equal(first["k_proj"](x), expected[0])
+    assert torch.equal(second["k_proj"](x), expected[1])
+    assert torch.equal(found, first["q_proj"](x))
