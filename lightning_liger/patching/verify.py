@@ -48,6 +48,8 @@ def compare(
 ) -> float:
     """Runs both; returns the largest difference of outputs and gradients of some leaves, relative to the largest value.
 
+    Without leaves they run without gradients.
+
     Raises a :class:`Mismatch` if a shape, a dtype or a value differs by more than rounding.
     """
     leaves = list(differentiate)
@@ -71,9 +73,11 @@ def compare(
 def _run(function: Callable[[], Tensor | Sequence[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
     # Both draw the same numbers from the global random state, such as a dropout's, and leave it as it was.
     devices = {leaf.device.index for leaf in leaves if leaf.device.type == "cuda"}
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.set_grad_enabled(bool(leaves)):
         outputs = function()
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        if not leaves:
+            return outputs
         losses = []
         for each in outputs:  # a different weight for each element, so that a wrong order of elements is detected
             weights = torch.linspace(-1.0, 1.0, each.numel(), dtype=torch.float64, device=each.device)

@@ -3,16 +3,23 @@
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType
 from typing import Any, ClassVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_liger.activations.cheap import count_writes
+from lightning_liger.patching.verify import Mismatch, compare
 from lightning_liger.subclasses import made_subclass
 
 NUM_PROBE_TOKENS = 5
+_INTERNALS = {*vars(nn.Module())}
 
 
 class Patched:
@@ -35,6 +42,11 @@ class Replacement(ABC):
     def description(self) -> str:
         """The text in the report's column "Replaced by"."""
 
+    @property
+    def reads(self) -> Collection[str | None] | None:
+        """Names of the attributes that its forward reads; others were settled when it was chosen. None for all."""
+        return None
+
     @abstractmethod
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         """Attributes of the subclass of ``original`` that replaces it."""
@@ -48,7 +60,36 @@ class Replacement(ABC):
         """The subclass of ``original`` that becomes the module's class."""
         namespace = {"liger_replacement": self, "liger_original": original, "__module__": original.__module__}
         namespace |= {"__doc__": original.__doc__, **self.namespace(original)}
+        if self.reads is not None:
+            namespace["__setattr__"] = _setter(original, self.reads)
         return type(f"Liger{original.__name__}", (Patched, original), namespace)
+
+
+def _setter(original: Any, reads: Collection[str | None]) -> Callable[..., None]:
+    """A ``__setattr__`` that gives modules their own forward back if what changes is none of ``reads``."""
+    others = {"training", "forward", *reads}
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        if name not in others and not name.startswith("_"):
+            before = getattr(self, name, value)  # new attributes change nothing
+            if before is not value and (isinstance(before, nn.Module) or _content(before) != _content(value)):
+                _give_back(self, original, name)
+        original.__setattr__(self, name, value)
+
+    return __setattr__
+
+
+def _give_back(module: Any, original: type[nn.Module], name: str) -> None:
+    if module.__class__.__bases__ != (Patched, original):
+        raise RuntimeError(
+            f"{original.__name__}.{name} cannot change any more: the module's kernel was chosen for its value, and"
+            " something else changed its class since, as FSDP2 does. Change it before the kernels are applied"
+        )
+    module.__class__ = original
+    rank_zero_warn(
+        f"{original.__name__}.{name} changed after the module's kernel was chosen: it runs its own forward from now on."
+        " apply_liger_kernels chooses anew if it is called again"
+    )
 
 
 class Rule(ABC):
@@ -63,19 +104,72 @@ class Rule(ABC):
 
     def signature(self, module: nn.Module) -> Hashable:
         """Modules of one class, with equal candidates and signature, are verified once."""
+        children = [(name, each) for name, each in module.named_modules() if name and not list(each.parameters())]
         return (
             tuple((name, each.shape, each.dtype, each.device) for name, each in module.named_parameters()),
             tuple((name, id(buffer)) for name, buffer in module.named_buffers()),  # whose values may differ
             settings_of(module),
+            tuple((name, type(each), settings_of(each)) for name, each in children),
         )
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """The numbers, strings and functions among a module's own attributes: instances of one class may differ in them."""
-    # A layer's index does not change what it computes.
-    own = [(name, value) for name, value in vars(module).items() if name != "layer_idx"]
-    plain = tuple((name, value) for name, value in own if isinstance(value, bool | int | float | str))
-    return plain, tuple((name, id(value)) for name, value in own if callable(value))
+    """What a module's own attributes hold: instances of one class may differ in it."""
+    module_class: Any = type(module)
+    return tuple(
+        (name, _content(value))
+        for name, value in vars(module).items()
+        if name not in _INTERNALS and (name != "layer_idx" or _reads_index(module_class))
+    )
+
+
+def _content(value: Any, depth: int = 4) -> Hashable:
+    """Equal for equal numbers, strings and containers of them, and for the same other objects."""
+    if isinstance(value, bool | int | float | str):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return id(value), count_writes(value)
+    if isinstance(value, dict | list | tuple) and depth:
+        items: Any = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(_content(each, depth - 1) for each in items)
+    return id(value)
+
+
+@functools.cache
+def _reads_index(module_class: Any) -> bool:
+    """Whether methods other than ``__init__`` name ``layer_idx``."""
+
+    def names(code: CodeType) -> bool:
+        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+        return "layer_idx" in (*code.co_names, *code.co_consts) or any(map(names, inner))
+
+    own = module_class.__mro__[: module_class.__mro__.index(nn.Module)]
+    methods = [inspect.unwrap(each) for owner in own for key, each in vars(owner).items() if key != "__init__"]
+    codes = [getattr(getattr(each, "fget", each), "__code__", None) for each in methods]
+    return any(names(code) for code in codes if code is not None)
+
+
+@contextmanager
+def stores_nothing(probe: nn.Module) -> Iterator[None]:
+    """Raises a Mismatch if calls inside change attributes of a module or its children: a replacement would not."""
+    modules = list(probe.modules())
+    kept = [dict(vars(each)) for each in modules]  # so that no other object gets the identity of one of these
+    before = [settings_of(each) for each in modules]
+    yield
+    has_changed = [settings_of(each) for each in modules] != before
+    del kept
+    if has_changed:
+        raise Mismatch("its forward changes attributes, as those of an auxiliary loss")
+
+
+def compare_evaluation(probe: nn.Module, run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+    """Compares outputs in evaluation mode, without gradients and for more tokens than ``inputs`` have."""
+    more = [each.detach().repeat(*(2 for _ in each.shape[:-1]), 1) for each in inputs]
+    probe.eval()
+    try:
+        compare(partial(probe.forward, *more), partial(run, probe, *more), ())
+    except Mismatch as failure:
+        raise Mismatch(f"in evaluation, {failure}") from failure
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -140,7 +234,7 @@ def probe_of(module: nn.Module, **replaced: Any) -> Any:
         if name not in replaced:
             probe.add_module(name, probe_of(child))
     for name, value in replaced.items():
-        setattr(probe, name, value)
+        nn.Module.__setattr__(probe, name, value)
     probe_class.__getattr__ = find
     return probe
 

@@ -8,7 +8,7 @@ attributes. Routers stay as they are: only the experts' own forward is replaced.
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +25,11 @@ from lightning_liger.patching.rules.base import (
     Randoms,
     Replacement,
     Rule,
+    compare_evaluation,
     forward_of_tensors,
     own_dtype,
     probe_of,
+    stores_nothing,
 )
 from lightning_liger.patching.verify import compare
 
@@ -96,6 +98,10 @@ class ExpertsReplacement(Replacement):
         parts += [] if self.alpha == 1.0 or self.limit is not None else [f"alpha {self.alpha:g}"]
         return ", ".join(parts)
 
+    @property
+    def reads(self) -> Collection[str | None]:
+        return {self.gate_up, self.down, self.gate_up_bias, self.down_bias}
+
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         def run(module: nn.Module, *tensors: Tensor) -> Any:
             return self.run(module, *tensors) if self._applies(module, *tensors) else run_original(module, *tensors)
@@ -120,7 +126,7 @@ class ExpertsReplacement(Replacement):
         for adapter in _adapters_of(module):
             weights += [*adapter.lora_A.parameters(), *adapter.lora_B.parameters()]
         is_plain = all(type(each) in (Tensor, nn.Parameter) for each in weights)
-        if not is_plain or any(has_hooks(child) for child in module.children()):
+        if not is_plain or any(has_hooks(child) or "forward" in vars(child) for child in module.children()):
             return False
         # The reference for CPUs asks for numbers, which cannot be compiled.
         return is_split or weights[0].is_cuda or not torch.compiler.is_compiling()
@@ -185,7 +191,10 @@ class ExpertsReplacement(Replacement):
     def _compare(self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float) -> float:
         probe, tensors = self.small_call(module, random, dtype, scale)
         leaves = [each for each in (*tensors, *probe.parameters(recurse=False)) if each.requires_grad]
-        return compare(partial(probe.forward, *tensors), partial(self.run, probe, *tensors), leaves)
+        with stores_nothing(probe):
+            error = compare(partial(probe.forward, *tensors), partial(self.run, probe, *tensors), leaves)
+        compare_evaluation(probe, self.run, tensors)
+        return error
 
     def small_call(
         self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float
@@ -276,6 +285,8 @@ class ExpertsRule(Rule):
             return None
         if any(name not in weights and each.dim() != 2 for name, each in own.items()):
             return "it has parameters other than weights and biases"
+        if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
+            return "its activation has parameters or buffers"
         layouts = list(_layouts(weights, {name: each for name, each in own.items() if name not in weights}))
         if not layouts:
             return "the shapes of its weights are inconsistent"

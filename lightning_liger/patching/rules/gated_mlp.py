@@ -8,7 +8,7 @@ not prevent it.
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,10 +26,11 @@ from lightning_liger.patching.rules.base import (
     Replacement,
     Rule,
     children_of,
+    compare_evaluation,
     forward_of_tensors,
     own_dtype,
     probe_of,
-    settings_of,
+    stores_nothing,
     takes_one_tensor,
 )
 from lightning_liger.patching.rules.linear import layers_of
@@ -79,8 +80,16 @@ class MLPReplacement(Replacement):
         scaled = ", scaled" if any(names) else ""
         return self.activation + (", packed" if self.up is None and self.activation != "relu_squared" else "") + scaled
 
+    @property
+    def _called(self) -> set[str | None]:
+        return {self.gate, self.up, self.down, self.inner_dropout, self.outer_dropout}
+
+    @property
+    def reads(self) -> Collection[str | None]:
+        return self._called | {self.gate_multiplier, self.output_multiplier}
+
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
-        called = {self.gate, self.up, self.down, self.inner_dropout, self.outer_dropout}
+        called = self._called
 
         def run(module: nn.Module, x: Tensor) -> Tensor:
             return original.forward(module, x) if _has_hooks_besides(module, called) else self._run(module, x)
@@ -151,7 +160,10 @@ class MLPReplacement(Replacement):
         probe = probe_of(module, **stand_ins)
         width = getattr(probe, self.gate).in_features
         x = random(1, NUM_PROBE_TOKENS, width, dtype=dtype or own, scale=size)
-        return compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
+        with stores_nothing(probe):
+            error = compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
+        compare_evaluation(probe, self._run, [x])
+        return error
 
 
 def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
@@ -233,12 +245,9 @@ class MLPRule(Rule):
             for mlp, (gate, output) in multiplied
             if mlp.activation == "silu_mul"
         ]
+        if found and any(True for child in others for _ in (*child.parameters(), *child.buffers())):
+            return "what is between its projections has parameters or buffers"
         return found or None
-
-    def signature(self, module: nn.Module) -> Hashable:
-        children = module.named_children()
-        others = tuple((name, repr(child), settings_of(child)) for name, child in children if not _sizes(child))
-        return super().signature(module), others
 
 
 _INPUTS = torch.linspace(-2.0, 2.0, 9, dtype=torch.float32, device="cpu")

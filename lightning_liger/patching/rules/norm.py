@@ -1,7 +1,7 @@
 """RMSNorm, with a gate too, and LayerNorm under any name: options are found by comparing outputs and gradients."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from liger_ops import gated_rms_norm, layer_norm, rms_norm
 from liger_ops.norm.row_norm import Casting
 from liger_ops.norm.sliced_norm import GatedCasting
-from lightning_liger.patching.rules.base import Randoms, Replacement, Rule, forward_of_tensors, own_dtype, probe_of
+from lightning_liger.patching.rules.base import (
+    Randoms,
+    Replacement,
+    Rule,
+    compare_evaluation,
+    forward_of_tensors,
+    own_dtype,
+    probe_of,
+    stores_nothing,
+)
 from lightning_liger.patching.verify import Mismatch, Rejected, compare, trial
 
 _LARGEST_EPS = 1e-2
@@ -51,6 +60,10 @@ class NormReplacement(Replacement):
             return rms_norm(x, shape, weight, eps, casting=self.casting, offset=self.offset)
         return layer_norm(x, shape, weight if weight is None or not self.offset else weight + self.offset, bias, eps)
 
+    @property
+    def reads(self) -> Collection[str | None]:
+        return {str(self.eps), self.weight, self.bias}
+
     def namespace(self, original: type[nn.Module]) -> dict[str, Any]:
         return {"forward": forward_of_tensors(original, self.normalize)}
 
@@ -73,9 +86,12 @@ class NormReplacement(Replacement):
         inputs = self._inputs(width, random, input_dtype)
         if input_dtype != dtype and not _runs(probe, *inputs):
             return 0.0
-        error = compare(lambda: probe.forward(*inputs), lambda: self.normalize(probe, *inputs), (*inputs, *weights))
+        with stores_nothing(probe):
+            error = compare(lambda: probe.forward(*inputs), lambda: self.normalize(probe, *inputs), (*inputs, *weights))
         if weights and _runs(probe, *self._inputs(2 * width, random, input_dtype)):
             raise Mismatch("it takes rows that are wider than its weights")
+        if input_dtype == dtype:  # which says how far outputs may be rounded
+            compare_evaluation(probe, self.normalize, inputs)
         return error
 
     def _inputs(self, width: int, random: Randoms, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ outputs and gradients.
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CellType, FunctionType
 from typing import Any
@@ -175,6 +175,7 @@ class RotaryReplacement(Replacement):
     """Copies of methods that call fused rotary functions."""
 
     forms: tuple[tuple[str, RotaryForm], ...]  # with the names of the functions
+    version: int  # of the methods, which may be exchanged, and of the globals that they name
     kernel = "rope"
 
     @property
@@ -222,7 +223,7 @@ def _rebound(method: FunctionType, fused: dict[str, Any]) -> FunctionType:
     return rebound
 
 
-def _find_calls(module_class: type[nn.Module]) -> dict[tuple[str, str], FunctionType]:
+def _calls(module_class: type[nn.Module]) -> dict[tuple[str, str], FunctionType]:
     """The rotary functions that methods of a class call, by the names of the method and of the global."""
     found: dict[tuple[str, str], FunctionType] = {}
     for owner in module_class.__mro__:
@@ -231,8 +232,7 @@ def _find_calls(module_class: type[nn.Module]) -> dict[tuple[str, str], Function
         for method_name, method in vars(owner).items():
             if not isinstance(method, FunctionType) or inspect.getattr_static(module_class, method_name) is not method:
                 continue
-            while (inner := _decorated(method)) is not None:
-                method = inner
+            method = _innermost(method)
             for name in method.__code__.co_names:
                 function = method.__globals__.get(name)
                 if isinstance(function, FunctionType):
@@ -242,7 +242,17 @@ def _find_calls(module_class: type[nn.Module]) -> dict[tuple[str, str], Function
     return found
 
 
-_calls: Callable[[Any], dict[tuple[str, str], FunctionType]] = functools.cache(_find_calls)
+def _innermost(method: FunctionType) -> FunctionType:
+    while (inner := _decorated(method)) is not None:
+        method = inner
+    return method
+
+
+def _version_of(module_class: type[nn.Module], method_names: Iterable[str]) -> int:
+    methods = [inspect.getattr_static(module_class, name) for name in dict.fromkeys(method_names)]
+    inner = [_innermost(each) for each in methods]
+    named = [each.__globals__.get(name) for each in inner for name in each.__code__.co_names]
+    return hash(tuple(map(id, (*methods, *named))))
 
 
 class RotaryRule(Rule):
@@ -251,13 +261,14 @@ class RotaryRule(Rule):
     kernels = ("rope",)
 
     def candidates(self, module: nn.Module) -> Sequence[Replacement] | str | None:
-        forms = {name: _form_of(function) for (_, name), function in _calls(type(module)).items()}
+        calls = _calls(type(module))
+        forms = {name: _form_of(function) for (_, name), function in calls.items()}
         if not forms:
             return None
         known = tuple((name, form) for name, form in forms.items() if isinstance(form, RotaryForm))
         if not known:
             return "; ".join(f"{name} is not apply_rotary: {reason}" for name, reason in forms.items())
-        return [RotaryReplacement(known)]
+        return [RotaryReplacement(known, _version_of(type(module), (method for method, _ in calls)))]
 
     def signature(self, module: nn.Module) -> Hashable:
         return getattr(module, "head_dim", None), own_dtype(module), Randoms(module).device
