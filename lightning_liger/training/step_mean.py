@@ -116,6 +116,8 @@ class StepMean:
             self._loss = total[0] / total[1]
             num_parts = trainer.accumulate_grad_batches * trainer.world_size
             engine.scale_gradients(_parameters(trainer), num_parts * cast(Tensor, self._reference) / total[1])
+        if trainer.accumulate_grad_batches == 1:
+            self._num_backwards = 0  # optimizers such as LBFGS run the whole step again
         return self._loss
 
 

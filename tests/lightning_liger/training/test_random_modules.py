@@ -430,3 +430,48 @@ def chosen() -> list[int]:
 def test_random_modules_train_like_a_plain_loop_or_raise(part: int) -> None:
     results = [check(seed) for seed in chosen()[part::3]]
     assert results.count("equal") > 0.8 * len(results)
+
+
+class Sharpness(torch.optim.SGD):
+    """A step by the gradient at a point uphill, which calls its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        uphill = [0.1 * each.grad for each in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, uphill)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, uphill)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("optimizer_class", [functools.partial(torch.optim.LBFGS, max_iter=3), Sharpness])
+@pytest.mark.parametrize("strategy", ["auto", "liger"])
+def test_optimizers_that_run_a_step_several_times(optimizer_class: Any, strategy: str) -> None:
+    class Module(LigerLMMixin, L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Bigrams().double()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_class(self.parameters(), lr=0.1)
+
+    module, model, batches = Module(), Bigrams().double(), make_batches(random.Random(0), 5, may_be_empty=False)
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    for batch in batches:
+
+        def closure(batch: dict[str, Tensor] = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch["input_ids"]).logits.flatten(0, 1), targets_of(batch).flatten())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    assert trainer.global_step == len(batches)
+    torch.testing.assert_close(list(module.parameters()), list(model.parameters()), rtol=1e-6, atol=1e-6)
