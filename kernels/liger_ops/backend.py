@@ -260,6 +260,12 @@ def as_rows(tensor: Tensor, num_columns: int) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def reshaped(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """New rows as ``[*shape, num_columns]``: to autograd no view, so that outputs of functions may be written to."""
+    result: Tensor = torch.ops.aten._unsafe_view.default(rows, [*shape, rows.shape[-1]])
+    return result
+
+
 # Versions of Triton whose ``CompiledKernel.run`` takes its arguments in the order in which they are passed below. They
 # are passed by position, so another order would corrupt memory: any other version launches by itself, in 25 us instead
 # of 8. To add one, compare ``CudaLauncher.__call__``, ``driver.c`` and the call in ``runtime/jit.py`` with the last.

@@ -330,7 +330,7 @@ class GatedMLPFunction(torch.autograd.Function):
         ctx.num_weights = len(gate_up_weights)
         ctx.settings, ctx.x_shape, ctx.x_dtype = (activation, up_first, options), x.shape, x.dtype
         y = scaled_product(h, payload, h_scale, scale, dtype=dtype, **options.of_product(0, down.shape[1]))
-        return y.view(*x.shape[:-1], down.shape[0])
+        return backend.reshaped(y, x.shape[:-1])
 
     @staticmethod
     @backend.once_differentiable

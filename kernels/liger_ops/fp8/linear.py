@@ -95,7 +95,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         ctx.options, ctx.count, ctx.x_shape, ctx.x_dtype = options, count, x.shape, x.dtype
         settings = {"dtype": backend.autocast_dtype(x.device.type) or x.dtype, **options.of_product(0, x.shape[-1])}
         return tuple(
-            scaled_product(x_payload, payload, x_scale, scale, bias=bias, **settings).view(*x.shape[:-1], len(payload))
+            backend.reshaped(scaled_product(x_payload, payload, x_scale, scale, bias=bias, **settings), x.shape[:-1])
             for payload, scale, bias in zip(payloads, w_scale.split(sizes), parameters[count:], strict=True)
         )
 

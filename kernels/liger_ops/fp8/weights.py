@@ -53,6 +53,12 @@ class Float8Weight(Tensor):
         """What is in memory."""
         return [self.payload, self.scale]
 
+    def share_memory_(self) -> "Float8Weight":
+        """Moves what is in memory to memory that processes share."""
+        for each in self.parts:
+            each.share_memory_()
+        return self
+
     def __repr__(self) -> str:  # type: ignore[override]  # Tensor's has an argument
         return f"Float8Weight({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -96,7 +102,8 @@ class Float8Weight(Tensor):
         if func._schema.is_mutable and any(isinstance(each, cls) for each in _written(func, args, kwargs)):
             if func is not torch.ops.aten.copy_.default or args[0].requires_grad:
                 raise unwritable(func)
-            args[0].payload.copy_((found := cls.of(args[1])).payload)
+            values = args[1] if args[1].shape == args[0].shape else args[1].expand(args[0].shape).contiguous()
+            args[0].payload.copy_((found := cls.of(values)).payload)
             args[0].scale.copy_(found.scale)
             return args[0]
         args, kwargs = torch.utils._pytree.tree_map_only(Float8Weight, Float8Weight.dequantize, (args, kwargs))

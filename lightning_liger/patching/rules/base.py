@@ -67,11 +67,11 @@ class Replacement(ABC):
 
 def _setter(original: Any, reads: Collection[str | None]) -> Callable[..., None]:
     """A ``__setattr__`` that gives modules their own forward back if what changes is none of ``reads``."""
-    others = {"training", "forward", *reads}
+    settled = _named_in(original) - {"__class__", "training", "forward", *reads}
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        if name not in others and not name.startswith("_"):
-            before = getattr(self, name, value)  # new attributes change nothing
+        if name in settled:
+            before = getattr(self, name, value)
             if before is not value and (isinstance(before, nn.Module) or _content(before) != _content(value)):
                 _give_back(self, original, name)
         original.__setattr__(self, name, value)
@@ -119,7 +119,7 @@ def settings_of(module: nn.Module) -> Hashable:
     return tuple(
         (name, _content(value))
         for name, value in vars(module).items()
-        if name not in _INTERNALS and (name != "layer_idx" or _reads_index(module_class))
+        if name not in _INTERNALS and (name != "layer_idx" or name in _named_in(module_class))
     )
 
 
@@ -136,17 +136,20 @@ def _content(value: Any, depth: int = 4) -> Hashable:
 
 
 @functools.cache
-def _reads_index(module_class: Any) -> bool:
-    """Whether methods other than ``__init__`` name ``layer_idx``."""
+def _named_in(module_class: Any) -> frozenset[str]:
+    """The names, also as strings, in all methods of a class other than ``__init__``: what they may read."""
 
-    def names(code: CodeType) -> bool:
-        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-        return "layer_idx" in (*code.co_names, *code.co_consts) or any(map(names, inner))
+    def names(code: CodeType) -> Iterator[str]:
+        yield from code.co_names
+        yield from (each for each in code.co_consts if isinstance(each, str))
+        for each in code.co_consts:
+            if isinstance(each, CodeType):
+                yield from names(each)
 
     own = module_class.__mro__[: module_class.__mro__.index(nn.Module)]
     methods = [inspect.unwrap(each) for owner in own for key, each in vars(owner).items() if key != "__init__"]
     codes = [getattr(getattr(each, "fget", each), "__code__", None) for each in methods]
-    return any(names(code) for code in codes if code is not None)
+    return frozenset(name for code in codes if code is not None for name in names(code))
 
 
 @contextmanager

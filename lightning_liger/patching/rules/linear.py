@@ -5,7 +5,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,8 @@ from lightning_liger.patching.rules.base import Randoms, Replacement
 from lightning_liger.patching.verify import Mismatch
 
 KERNEL = "fp8"
-_ATTENTION = {"q", "k", "v", "kv", "qkv", "query", "key", "value", "wq", "wk", "wv"}
+_QUERIES, _KEYS = {"q", "query", "wq"}, {"k", "kv", "key", "wk"}
+_ATTENTION = {"v", "qkv", "value", "wv", *_QUERIES, *_KEYS}
 _TOLERANCE = 0.06
 
 
@@ -42,9 +43,9 @@ _this_thread = threading.local()
 class Float8Layers:
     """Linear layers that a recipe converts, one or several that get the same input one after another.
 
-    The first one that is called computes the outputs of all, the others take theirs. If one of them gets another input
-    than the first one got, they run one by one as soon as backward of the calls that computed all is over: what it
-    recomputes has to be the same.
+    The first one that is called computes the outputs of all, the others take theirs. A layer that turns out to have an
+    input of its own leaves as soon as backward of the calls that computed all is over: what it recomputes has to be the
+    same.
     """
 
     def __init__(self, recipe: Float8Recipe, members: Sequence[nn.Linear]) -> None:
@@ -55,14 +56,16 @@ class Float8Layers:
         """Products of one token and one weight in float8, and in other dtypes by modules in training mode."""
         self.compiled_products = 0, 0
         """The same of the last call in compiled code, until :meth:`take_products`."""
-        self._shares = len(members) > 1
-        self._splits = False
-        """Whether a layer turned out to have an input of its own."""
+        self.sharing = list(members)
+        """Those that run as one."""
+        self._leaving: nn.Linear | None = None
         self._first: nn.Linear | None = None
+        self._left: frozenset[int] = frozenset()
+        """Whose outputs nobody took in the last round."""
         self._nodes = weakref.WeakSet[Any]()
         """Of the graphs of calls that computed the outputs of all, until their backward."""
         self._lock = threading.RLock()
-        self._waiting: tuple[Any, Hashable, dict[int, tuple[Tensor, tuple[Hashable, ...]]]] | None = None
+        self._waiting: tuple[Any, Hashable, bool, dict[int, tuple[Tensor, tuple[Hashable, ...]]]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": None, "_nodes": None, "_waiting": None}
@@ -124,15 +127,15 @@ class Float8Layers:
                 self.count(x, [member], True)
                 return parallel
         if parametrize.is_parametrized(member) or self.has_few_tokens(x) or not self.applies_to(x, [member]):
+            _check_frozen(member)
             if member.training:
                 self.count(x, [member], False)
-                _check_frozen(member)
             return original.forward(member, x)
         self.count(x, [member], True)
         if torch.compiler.is_compiling():
             return _run([member], x, self.recipe.options)[0]
         with self._lock:
-            output = self._take(member, x) if self._shares else None
+            output = self._take(member, x) if any(each is member for each in self.sharing) else None
             members = self._partners(member, x) if output is None and self._has_partners(member) else [member]
         if output is not None:
             return output
@@ -144,8 +147,9 @@ class Float8Layers:
             others = {id(each): (result, _state_of(each)) for each, result in results if each is not member}
             if (node := outputs[0].grad_fn) is not None:
                 self._nodes.add(node)
-                node.register_prehook(partial(_end, self._nodes, weakref.ref(node)))
-            self._waiting = weakref.ref(x), _state(x), others
+                node.register_prehook(partial(_end, self._nodes, weakref.ref(node), members))
+            is_forward = torch._C._current_graph_task_id() == -1
+            self._waiting = weakref.ref(x), _state(x), is_forward, others
         return outputs[members.index(member)]
 
     def _forget_others(self) -> None:
@@ -184,34 +188,68 @@ class Float8Layers:
         """The output that a call of another member computed."""
         if self._waiting is None:
             return None
-        of, state, outputs = self._waiting
+        of, state, is_forward, outputs = self._waiting
         if id(member) not in outputs:  # a new round: others were not called in the last one
-            self._waiting = None
+            left = frozenset(outputs)
+            if is_forward and left == self._left:  # twice, which is no error that ended a forward between them
+                self._leave(next(each for each in self.sharing if id(each) in left), left)
+            self._left, self._waiting = left, None
             return None
         if of() is not x or state != _state(x):
-            self._splits = self._splits or of() is not x  # as in attention to another sequence
+            if of() is not x:  # as in attention to another sequence
+                self._leave(member, outputs)
             self._waiting = None
             return None
         output, state_of_member = outputs.pop(id(member))
         if not outputs:
-            self._waiting = None
+            self._left, self._waiting = frozenset(), None
         return output if state_of_member == _state_of(member) else None
+
+    def _leave(self, member: nn.Linear, left: Collection[int]) -> None:
+        """Has a layer leave; the one that was called first if nobody took what it computed for the others."""
+        self._leaving = self._leaving or (self._first if len(left) == len(self.sharing) - 1 else member)
 
     def _has_partners(self, member: nn.Linear) -> bool:
         """Whether a call computes the outputs of all; what backward recomputes does so where the call itself did."""
-        is_first = member is self._first
-        self._shares = self._shares and not (self._splits and is_first and not self._nodes)
-        return self._shares and (is_first or not self._splits)
+        if self._leaving is not None:
+            if self._nodes:
+                return member is self._first
+            self.sharing = [each for each in self.sharing if each is not self._leaving]
+            self._leaving = self._first = None
+        return len(self.sharing) > 1 and any(each is member for each in self.sharing)
 
     def _partners(self, member: nn.Linear, x: Tensor) -> list[nn.Linear]:
-        if x.is_inference() or any(map(_is_called_otherwise, self.members)) or not self.applies_to(x, self.members):
+        if x.is_inference() or any(map(_is_called_otherwise, self.sharing)) or not self.applies_to(x, self.sharing):
             return [member]
         self._first = member
-        return self.members
+        return self.sharing
 
 
-def _end(nodes: "weakref.WeakSet[Any]", node: Callable[[], Any], gradients: Sequence[Tensor]) -> None:
+def _end(
+    nodes: "weakref.WeakSet[Any]",
+    node: Callable[[], Any],
+    members: Sequence[nn.Linear],
+    gradients: Sequence[Tensor | None],
+) -> None:
+    """The backward of several layers begins: one without a gradient would still have its hooks called.
+
+    Raises:
+        RuntimeError: If there are such hooks.
+    """
     nodes.discard(node())
+    for member, gradient in zip(members, gradients, strict=True):
+        hooks: list[Any] = [
+            hook
+            for each in member._parameters.values()
+            if gradient is None and each is not None and each.requires_grad
+            for hook in (each._backward_hooks, each._post_accumulate_grad_hooks)
+        ]
+        if any(hooks):
+            raise RuntimeError(
+                f"the output of {member} was not used, but that of a layer with the same input, with which it runs as"
+                " one in float8: hooks of its parameters, such as those of an optimizer that steps inside backward,"
+                " would be called without a gradient. Leave the layer out by filter= of the Float8Recipe"
+            )
 
 
 def _state(x: Tensor) -> tuple[Hashable, ...]:
@@ -347,7 +385,7 @@ def find_layers_of(
         elif _ATTENTION & set(leaf.split("_")):
             key = parent, module.in_features
         groups.setdefault(key, []).append(module)
-    for members in groups.values():
+    for members in (each for key, group in groups.items() for each in _parts(key, group, names)):
         structure = "Linear " + " + ".join(names[member].rpartition(".")[2] for member in members)
         sizes = sum(member.out_features for member in members), members[0].in_features
         if recipe.filter == "auto" and is_too_small(*sizes):
@@ -356,6 +394,13 @@ def find_layers_of(
         else:
             error = measure_error(members[0].weight.device, recipe.options)
             yield members, PatchEntry(structure, KERNEL, 1, f"{recipe}, {sizes[0]} x {sizes[1]}", error)
+
+
+def _parts(key: Hashable, group: list[nn.Linear], names: Mapping[nn.Linear, str]) -> list[list[nn.Linear]]:
+    """Layers that are named as those of attention have one input where there are queries and keys among them."""
+    words = {word for member in group for word in names[member].rpartition(".")[2].split("_")}
+    is_one = not isinstance(key, tuple) or (_QUERIES & words and _KEYS & words)
+    return [group] if is_one else [[member] for member in group]
 
 
 def _reason_against(module: nn.Linear, name: str, parent: nn.Module) -> str | None:

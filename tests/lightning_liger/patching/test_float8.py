@@ -202,15 +202,73 @@ def test_layers_that_get_another_input_run_alone_from_then_on() -> None:
     x, other = torch.randn(5, 32), torch.randn(5, 32)
     for layer in (model.q, model.k, model.v):
         layer(x)
-    assert layers._shares
+    assert layers.sharing == [model.q, model.k, model.v]
     assert layers._waiting is None
     model.q(x)
     model.k(other)
-    assert layers._waiting is None
-    for layer in (model.v, model.q, model.k):
-        layer(x)
+    assert layers.sharing == [model.k, model.v]
+    assert layers._waiting is not None
+    model.v(other)
+    for layer in (model.q, model.k):
         assert layers._waiting is None
-    assert not layers._shares
+        layer(x)
+    model.v(other)
+    model.k(x)
+    assert layers.sharing == [model.v]
+    assert layers._waiting is None
+
+
+def test_layers_that_are_not_called_with_the_others_leave() -> None:
+    """As queries with too few tokens for float8, next to keys and values of an encoder."""
+    model = Projections([False] * 3)
+    list(convert([model.q, model.k, model.v], Float8Recipe(filter=["*"], min_tokens=6)))
+    layers = layers_of(model.q)
+    few, many = torch.randn(5, 32), torch.randn(9, 32, requires_grad=True)
+    for _ in range(4):
+        model.q(few)
+        model.k(many)
+        model.v(many)
+    assert layers.sharing == [model.k, model.v]
+    assert layers._waiting is None
+    alone = copy.deepcopy(model.q)
+    for _ in range(4):
+        alone(many)
+    assert all(each is not alone for each in layers_of(alone).sharing)
+    expected = model.q(many)
+    assert torch.equal(alone(many), expected)
+    assert torch.equal(copy.copy(model.q)(many), expected)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_layers_without_a_gradient_are_an_error(hook: str) -> None:
+    model = Projections([False] * 3)
+    list(convert([model.q, model.k, model.v], EVERY))
+    calls: list[Any] = []
+    getattr(model.k.weight, hook)(calls.append)
+    x = torch.randn(5, 32)
+    (model.q(x).sum() + model.k(x).sum()).backward()
+    assert len(calls) == 1
+    with pytest.raises(RuntimeError, match="was not used, but that of a layer with the same input"):
+        model.q(x).sum().backward()
+
+
+def test_outputs_may_be_written_to() -> None:
+    for names in ("q", "qkv"):
+        plain = Projections([False] * 3)
+        model = copy.deepcopy(plain)
+        list(convert([getattr(model, name) for name in names], EVERY))
+        x = torch.randn(5, 32, requires_grad=True)
+        found, expected = (each.q(x).mul_(2).relu_() for each in (model, plain))
+        assert (found - expected).norm() < 0.1 * expected.norm()
+        found, expected = (torch.autograd.grad(each.sum(), x)[0] for each in (found, expected))
+        assert (found - expected).norm() < 0.3 * expected.norm()
+
+
+@pytest.mark.parametrize(("names", "groups"), [(("q_head", "value_head"), 2), (("query", "key"), 1), (("k", "v"), 2)])
+def test_layers_with_names_of_attention_share_where_there_are_queries_and_keys(names: Any, groups: int) -> None:
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in names})
+    apply_liger_kernels(model, "none", fp8=EVERY)
+    assert len(converted_layers(model)) == groups
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
