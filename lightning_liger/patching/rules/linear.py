@@ -193,7 +193,7 @@ class Float8Layers:
             left = frozenset(outputs)
             if is_forward and left == self._left:  # twice, which is no error that ended a forward between them
                 self._leave(next(each for each in self.sharing if id(each) in left), left)
-            self._left, self._waiting = left, None
+            self._left, self._waiting = left if is_forward else self._left, None
             return None
         if of() is not x or state != _state(x):
             if of() is not x:  # as in attention to another sequence
