@@ -3,8 +3,7 @@
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from types import CodeType
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_liger.activations.cheap import count_writes
+from lightning_liger.activations.tiles import has_hooks
 from lightning_liger.patching.verify import Mismatch, compare
 from lightning_liger.subclasses import made_subclass
 
@@ -152,27 +152,48 @@ def _named_in(module_class: Any) -> frozenset[str]:
     return frozenset(name for code in codes if code is not None for name in names(code))
 
 
-@contextmanager
-def stores_nothing(probe: nn.Module) -> Iterator[None]:
-    """Raises a Mismatch if calls inside change attributes of a module or its children: a replacement would not."""
+def compare_calls(
+    probe: nn.Module,
+    run: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    *,
+    evaluate: bool = True,
+) -> float:
+    """The error of ``run(probe, *inputs)`` in outputs and gradients of ``leaves``, as :func:`compare` has it.
+
+    With ``evaluate`` outputs are compared in evaluation mode too, without gradients and for more tokens. Raises a
+    Mismatch too if the probe's forward changes attributes of its own or of its children: a replacement would not.
+    """
     modules = list(probe.modules())
     kept = [dict(vars(each)) for each in modules]  # so that no other object gets the identity of one of these
     before = [settings_of(each) for each in modules]
-    yield
+    error = compare(partial(probe.forward, *inputs), partial(run, probe, *inputs), leaves)
     has_changed = [settings_of(each) for each in modules] != before
     del kept
     if has_changed:
         raise Mismatch("its forward changes attributes, as those of an auxiliary loss")
+    if evaluate:
+        more = [each.detach().repeat(*(2 for _ in each.shape[:-1]), 1) for each in inputs]
+        probe.eval()
+        try:
+            compare(partial(probe.forward, *more), partial(run, probe, *more), ())
+        except Mismatch as failure:
+            raise Mismatch(f"in evaluation, {failure}") from failure
+    return error
 
 
-def compare_evaluation(probe: nn.Module, run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
-    """Compares outputs in evaluation mode, without gradients and for more tokens than ``inputs`` have."""
-    more = [each.detach().repeat(*(2 for _ in each.shape[:-1]), 1) for each in inputs]
-    probe.eval()
-    try:
-        compare(partial(probe.forward, *more), partial(run, probe, *more), ())
-    except Mismatch as failure:
-        raise Mismatch(f"in evaluation, {failure}") from failure
+def has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
+    """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
+    for name, child in module.named_children():
+        if name not in called and (has_hooks(child) or "forward" in vars(child)):
+            return True
+    return False
+
+
+def has_state(children: Iterable[nn.Module]) -> bool:
+    """Whether any of these modules, whose calls a replacement does not make, has parameters or buffers."""
+    return any(True for child in children for _ in (*child.parameters(), *child.buffers()))
 
 
 def takes_one_tensor(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,18 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from liger_ops.moe.exchange import ExpertGroup
 from liger_ops.moe.experts import moe_experts
-from lightning_liger.activations.tiles import has_hooks
 from lightning_liger.patching.rules.base import (
     Randoms,
     Replacement,
     Rule,
-    compare_evaluation,
+    compare_calls,
     forward_of_tensors,
+    has_hooks_besides,
+    has_state,
     own_dtype,
     probe_of,
-    stores_nothing,
 )
-from lightning_liger.patching.verify import compare
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
 _MAX_COPY = 2**22  # elements of a weight that is small enough to be copied as it is
@@ -126,7 +124,7 @@ class ExpertsReplacement(Replacement):
         for adapter in _adapters_of(module):
             weights += [*adapter.lora_A.parameters(), *adapter.lora_B.parameters()]
         is_plain = all(type(each) in (Tensor, nn.Parameter) for each in weights)
-        if not is_plain or any(has_hooks(child) or "forward" in vars(child) for child in module.children()):
+        if not is_plain or has_hooks_besides(module):
             return False
         # The reference for CPUs asks for numbers, which cannot be compiled.
         return is_split or weights[0].is_cuda or not torch.compiler.is_compiling()
@@ -191,10 +189,7 @@ class ExpertsReplacement(Replacement):
     def _compare(self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float) -> float:
         probe, tensors = self.small_call(module, random, dtype, scale)
         leaves = [each for each in (*tensors, *probe.parameters(recurse=False)) if each.requires_grad]
-        with stores_nothing(probe):
-            error = compare(partial(probe.forward, *tensors), partial(self.run, probe, *tensors), leaves)
-        compare_evaluation(probe, self.run, tensors)
-        return error
+        return compare_calls(probe, self.run, tensors, leaves)
 
     def small_call(
         self, module: nn.Module, random: Randoms, dtype: torch.dtype, scale: float
@@ -285,7 +280,7 @@ class ExpertsRule(Rule):
             return None
         if any(name not in weights and each.dim() != 2 for name, each in own.items()):
             return "it has parameters other than weights and biases"
-        if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
+        if has_state(module.children()):
             return "its activation has parameters or buffers"
         layouts = list(_layouts(weights, {name: each for name, each in own.items() if name not in weights}))
         if not layouts:

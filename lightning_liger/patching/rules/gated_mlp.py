@@ -19,22 +19,23 @@ from torch import Tensor, nn
 from liger_ops import gelu_mul, relu_squared, relu_squared_mul, silu_mul
 from liger_ops.fp8.gated_mlp import scaled_gated_mlp
 from lightning_liger.activations.frames import end_recomputation_with
-from lightning_liger.activations.tiles import has_hooks, may_run_in_tiles, run_in_tiles
+from lightning_liger.activations.tiles import may_run_in_tiles, run_in_tiles
 from lightning_liger.patching.rules.base import (
     NUM_PROBE_TOKENS,
     Randoms,
     Replacement,
     Rule,
     children_of,
-    compare_evaluation,
+    compare_calls,
     forward_of_tensors,
+    has_hooks_besides,
+    has_state,
     own_dtype,
     probe_of,
-    stores_nothing,
     takes_one_tensor,
 )
 from lightning_liger.patching.rules.linear import layers_of
-from lightning_liger.patching.verify import Rejected, compare, trial
+from lightning_liger.patching.verify import Rejected, trial
 
 _GATES: dict[str, Callable[..., Tensor]] = {
     "silu_mul": silu_mul,
@@ -92,7 +93,7 @@ class MLPReplacement(Replacement):
         called = self._called
 
         def run(module: nn.Module, x: Tensor) -> Tensor:
-            return original.forward(module, x) if _has_hooks_besides(module, called) else self._run(module, x)
+            return original.forward(module, x) if has_hooks_besides(module, called) else self._run(module, x)
 
         return {"forward": forward_of_tensors(original, run)}
 
@@ -160,18 +161,7 @@ class MLPReplacement(Replacement):
         probe = probe_of(module, **stand_ins)
         width = getattr(probe, self.gate).in_features
         x = random(1, NUM_PROBE_TOKENS, width, dtype=dtype or own, scale=size)
-        with stores_nothing(probe):
-            error = compare(partial(probe.forward, x), partial(self._run, probe, x), (x,))
-        compare_evaluation(probe, self._run, [x])
-        return error
-
-
-def _has_hooks_besides(module: nn.Module, called: Collection[str | None] = ()) -> bool:
-    """Whether something wants to see the calls of children that the replacement does not make, as an activation's."""
-    for name, child in module.named_children():
-        if name not in called and (has_hooks(child) or "forward" in vars(child)):
-            return True
-    return False
+        return compare_calls(probe, self._run, [x], [x])
 
 
 def _stand_in(child: nn.Module, dtype: torch.dtype, random: Randoms) -> nn.Module:
@@ -245,7 +235,7 @@ class MLPRule(Rule):
             for mlp, (gate, output) in multiplied
             if mlp.activation == "silu_mul"
         ]
-        if found and any(True for child in others for _ in (*child.parameters(), *child.buffers())):
+        if found and has_state(others):
             return "what is between its projections has parameters or buffers"
         return found or None
 
